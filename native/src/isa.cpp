@@ -1,0 +1,44 @@
+#include "isa.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace vera {
+namespace {
+
+std::vector<const KernelTable*> available_kernels() {
+  std::vector<const KernelTable*> tables;
+#ifdef VERA_HAS_X86_KERNELS
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    tables.push_back(&avx512::kernels());
+  if (has_avx2) tables.push_back(&avx2::kernels());
+#endif
+  tables.push_back(&portable::kernels());
+  return tables;
+}
+
+}  // namespace
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const KernelTable* table : available_kernels()) names.push_back(table->name);
+  return names;
+}
+
+const KernelTable& choose_kernels(const std::string& name) {
+  const auto tables = available_kernels();
+  const char* forced = std::getenv("VERA_CPU_ISA");
+  const std::string wanted = !name.empty() ? name : forced != nullptr ? forced : "";
+  if (wanted.empty()) return *tables.front();
+  std::string known;
+  for (const KernelTable* table : tables) {
+    if (wanted == table->name) return *table;
+    known += (known.empty() ? "" : ", ") + std::string(table->name);
+  }
+  throw std::invalid_argument((name.empty() ? "VERA_CPU_ISA=" : "isa=") + wanted + " is unknown or not supported by this CPU; it can run " +
+                              known);
+}
+
+}  // namespace vera

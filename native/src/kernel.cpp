@@ -1,0 +1,438 @@
+// The attention kernels, written once in terms of simd.h and compiled once per instruction set (see CMakeLists.txt).
+//
+// Keys are channel-major, so logits of neighbouring tokens fill a vector and no product needs a sum across lanes; values are
+// token-major, so the dimensions of the output do. Tokens outside of what a query may see are never multiplied into anything:
+// their logits are overwritten and their values not read, so stale bytes (NaN included) in a page do no harm.
+//
+// No templates or inline functions of the standard library here: the linker would share them with code for older CPUs.
+#include "kernel.h"
+#include "simd.h"
+
+namespace vera {
+namespace VERA_ISA {
+namespace {
+
+constexpr float kMinusInfinity = -__builtin_inff();
+
+VERA_INLINE int least(int a, int b) { return a < b ? a : b; }
+VERA_INLINE int most(int a, int b) { return a > b ? a : b; }
+VERA_INLINE int round_up(int n, int step) { return (n + step - 1) / step * step; }
+
+// How many vectors one register block spans beside `rows` rows: the largest power of two that leaves a quarter of the registers
+// to operands, and at most 64 floats.
+constexpr int block_vectors(int rows) {
+  int vectors = 1;
+  while (2 * vectors * rows <= kRegisters * 3 / 4 && 2 * vectors * kWidth <= 64) vectors *= 2;
+  return vectors;
+}
+
+// ---- softmax over one row of logits, in place
+
+void apply_softcap(float* row, int columns, float softcap) {
+  const Vec cap = broadcast(softcap), inverse = broadcast(1.0f / softcap);
+  for (int i = 0; i < columns; i += kWidth) store(row + i, cap * tanh_of(load(row + i) * inverse));
+}
+
+// Makes row[begin:end] the only finite logits of row[0:columns], columns being a multiple of the vector width.
+void mask_row(float* row, int begin, int end, int columns) {
+  for (int i = 0; i < begin; i++) row[i] = kMinusInfinity;
+  for (int i = end; i < columns; i++) row[i] = kMinusInfinity;
+}
+
+VERA_INLINE float largest_of_row(const float* row, int columns) {
+  Vec top = load(row);
+  for (int i = kWidth; i < columns; i += kWidth) top = larger(top, load(row + i));
+  return largest(top);
+}
+
+// Logits to exp(logit - reference); returns their sum, lane by lane.
+VERA_INLINE Vec exp_row(float* row, int columns, float reference) {
+  // A row without any logit above -infinity has weights 0, not NaN.
+  const Vec offset = broadcast(reference == kMinusInfinity ? 0.0f : reference);
+  Vec total = broadcast(0.0f);
+  for (int i = 0; i < columns; i += kWidth) {
+    const Vec weight = exp_of_nonpositive(load(row + i) - offset);
+    store(row + i, weight);
+    total = total + weight;
+  }
+  return total;
+}
+
+// ---- writing
+
+template <class T>
+void write_tokens(const TokenWrite& write) {
+  const int head_dim = write.shape.head_dim, page_size = write.shape.page_size;
+  T row[kMaxHeadDim];
+  for (int t = 0; t < write.num_tokens; t++) {
+    const float* new_key = write.new_keys + t * write.key_token_stride;
+    const float* new_value = write.new_values + t * write.value_token_stride;
+    T* key = static_cast<T*>(write.keys) + write.offset + t;
+    T* value = static_cast<T*>(write.values) + ptrdiff_t(write.offset + t) * head_dim;
+    // Rows are converted in a buffer, because a vector may be wider than what is left of a row.
+    float buffer[kMaxHeadDim + kWidth];
+    for (int c = 0; c < head_dim; c++) buffer[c] = new_key[c];
+    for (int c = head_dim; c < round_up(head_dim, kWidth); c++) buffer[c] = 0.0f;
+    for (int c = 0; c < head_dim; c += kWidth) store(row + c, load(buffer + c));
+    for (int c = 0; c < head_dim; c++) key[ptrdiff_t(c) * page_size] = row[c];
+    for (int c = 0; c < head_dim; c++) buffer[c] = new_value[c];
+    for (int c = 0; c < head_dim; c += kWidth) store(row + c, load(buffer + c));
+    for (int c = 0; c < head_dim; c++) value[c] = row[c];
+  }
+}
+
+// ---- decode: one query token, the heads of a group share every load
+
+template <class T>
+VERA_INLINE void prefetch_block(const T* p, int count) {
+  for (int bytes = 0; bytes < count * int(sizeof(T)); bytes += 64) prefetch(reinterpret_cast<const char*>(p) + bytes);
+}
+
+// Logits of `V` vectors of tokens for `H` heads. The same bytes of the next page are prefetched on the way: spread like this
+// the memory bus never idles and never chokes.
+template <class T, int H, int V>
+VERA_INLINE void logits_block(const T* keys, const T* next, const float* query, const Shape& shape, float* logits) {
+  Vec sums[H][V];
+  for (int h = 0; h < H; h++)
+    for (int v = 0; v < V; v++) sums[h][v] = broadcast(0.0f);
+  for (int c = 0; c < shape.head_dim; c++) {
+    prefetch_block(next, V * kWidth);
+    Vec key[V];
+    for (int v = 0; v < V; v++) key[v] = load(keys + v * kWidth);
+    for (int h = 0; h < H; h++) {
+      const Vec q = broadcast(query[h]);
+      for (int v = 0; v < V; v++) sums[h][v] = fma(q, key[v], sums[h][v]);
+    }
+    keys += shape.page_size;
+    next += shape.page_size;
+    query += H;
+  }
+  for (int h = 0; h < H; h++)
+    for (int v = 0; v < V; v++) store(logits + h * kSpanTokens + v * kWidth, sums[h][v]);
+}
+
+// Logits of the tokens [token, tokens) of one page; tokens is rounded up to whole vectors. `query` is [head_dim][H].
+template <class T, int H, int V>
+VERA_INLINE void page_logits(const T* keys, const T* next, const float* query, const Shape& shape, int token, int tokens, float* logits) {
+  for (; token + (V - 1) * kWidth < tokens; token += V * kWidth)
+    logits_block<T, H, V>(keys + token, next + token, query, shape, logits + token);
+  if constexpr (V > 1) page_logits<T, H, V / 2>(keys, next, query, shape, token, tokens, logits);
+}
+
+template <class T, int H, int V, bool kHalfVector>
+VERA_INLINE void values_block(const T* values, const T* next, const float* weights, int head_dim, int tokens, float* output) {
+  const auto load_part = [](const auto* p) {
+    if constexpr (kHalfVector)
+      return load_half_vector(p);
+    else
+      return load(p);
+  };
+  Vec sums[H][V];
+  for (int h = 0; h < H; h++)
+    for (int v = 0; v < V; v++) sums[h][v] = load_part(output + h * head_dim + v * kWidth);
+  for (int t = 0; t < tokens; t++) {
+    prefetch_block(next, V * kWidth);
+    Vec value[V];
+    for (int v = 0; v < V; v++) value[v] = load_part(values + v * kWidth);
+    for (int h = 0; h < H; h++) {
+      const Vec weight = broadcast(weights[h * kSpanTokens + t]);
+      for (int v = 0; v < V; v++) sums[h][v] = fma(weight, value[v], sums[h][v]);
+    }
+    values += head_dim;
+    next += head_dim;
+  }
+  for (int h = 0; h < H; h++)
+    for (int v = 0; v < V; v++) {
+      if constexpr (kHalfVector)
+        store_half_vector(output + h * head_dim + v * kWidth, sums[h][v]);
+      else
+        store(output + h * head_dim + v * kWidth, sums[h][v]);
+    }
+}
+
+// Adds the weighted values of `tokens` tokens, the dimensions from `dim` on, to output [H][head_dim].
+template <class T, int H, int V>
+VERA_INLINE void page_values(const T* values, const T* next, const float* weights, int head_dim, int dim, int tokens, float* output) {
+  for (; dim + V * kWidth <= head_dim; dim += V * kWidth)
+    values_block<T, H, V, false>(values + dim, next + dim, weights, head_dim, tokens, output + dim);
+  if constexpr (V > 1) {
+    page_values<T, H, V / 2>(values, next, weights, head_dim, dim, tokens, output);
+  } else if constexpr (kWidth == 16) {
+    if (dim < head_dim) values_block<T, H, 1, true>(values + dim, next + dim, weights, head_dim, tokens, output + dim);
+  }
+}
+
+// `H` heads of the group, from `first_head` on: all logits of the span, then their weights, then the values.
+template <class T, int H>
+void decode_heads(const DecodeSpan& span, int first_head) {
+  const Shape& shape = span.shape;
+  const int page_size = shape.page_size, head_dim = shape.head_dim;
+  float* weights = span.scratch;                 // [H][kSpanTokens]
+  float* query = weights + 8 * kSpanTokens;      // [head_dim][H]
+  float* maxima = span.partial + first_head;
+  float* sums = span.partial + shape.group + first_head;
+  float* output = span.partial + 2 * shape.group + ptrdiff_t(first_head) * head_dim;
+
+  for (int h = 0; h < H; h++)
+    for (int c = 0; c < head_dim; c++) query[c * H + h] = span.query[(first_head + h) * span.head_stride + c] * span.options.scale;
+
+  for (int i = 0; i < span.num_pages; i++) {
+    const T* keys = static_cast<const T*>(span.pages[i].keys);
+    const void* next = i + 1 < span.num_pages ? span.pages[i + 1].keys : span.pages[0].values;
+    const int tokens = least(page_size, span.end - i * page_size);
+    page_logits<T, H, block_vectors(H)>(keys, static_cast<const T*>(next), query, shape, 0, tokens, weights + i * page_size);
+  }
+
+  const int columns = round_up(span.end, kWidth);
+  for (int h = 0; h < H; h++) {
+    float* row = weights + h * kSpanTokens;
+    if (span.options.softcap != 0) apply_softcap(row, columns, span.options.softcap);
+    mask_row(row, span.begin, span.end, columns);
+    maxima[h] = largest_of_row(row, columns);
+    sums[h] = sum(exp_row(row, columns, maxima[h]));
+  }
+
+  for (int i = 0; i < H * head_dim; i++) output[i] = 0.0f;
+  for (int i = 0; i < span.num_pages; i++) {
+    const void* next = i + 1 < span.num_pages ? span.pages[i + 1].values : span.next.keys;
+    if (next == nullptr) next = span.pages[i].values;
+    const int begin = most(0, span.begin - i * page_size);
+    const int tokens = least(page_size, span.end - i * page_size) - begin;
+    const T* values = static_cast<const T*>(span.pages[i].values) + ptrdiff_t(begin) * head_dim;
+    page_values<T, H, block_vectors(H)>(values, static_cast<const T*>(next), weights + i * page_size + begin, head_dim, 0, tokens, output);
+  }
+}
+
+template <class T>
+void decode_span(const DecodeSpan& span) {
+  const int group = span.shape.group;
+  // More than 8 heads go in passes of nearly equal size; the later ones find the span in the L2 cache.
+  const int passes = (group + 7) / 8;
+  int head = 0;
+  for (int pass = 0; pass < passes; pass++) {
+    const int heads = (group - head + passes - pass - 1) / (passes - pass);
+    switch (heads) {
+      case 1: decode_heads<T, 1>(span, head); break;
+      case 2: decode_heads<T, 2>(span, head); break;
+      case 3: decode_heads<T, 3>(span, head); break;
+      case 4: decode_heads<T, 4>(span, head); break;
+      case 5: decode_heads<T, 5>(span, head); break;
+      case 6: decode_heads<T, 6>(span, head); break;
+      case 7: decode_heads<T, 7>(span, head); break;
+      default: decode_heads<T, 8>(span, head); break;
+    }
+    head += heads;
+  }
+}
+
+void merge_decode(const DecodeMerge& merge) {
+  const int group = merge.shape.group, head_dim = merge.shape.head_dim;
+  const size_t stride = partial_floats(group, head_dim);
+  for (int h = 0; h < group; h++) {
+    float top = merge.sinks != nullptr ? merge.sinks[h] : kMinusInfinity;
+    for (int i = 0; i < merge.num_partials; i++) {
+      const float partial_top = merge.partials[i * stride + h];
+      top = partial_top > top ? partial_top : top;
+    }
+    float total = merge.sinks != nullptr ? exp_of_nonpositive(merge.sinks[h] - top) : 0.0f;
+    float* output = merge.output + ptrdiff_t(h) * head_dim;
+    for (int c = 0; c < head_dim; c++) output[c] = 0.0f;
+    for (int i = 0; i < merge.num_partials; i++) {
+      const float* partial = merge.partials + i * stride;
+      const float* values = partial + 2 * group + ptrdiff_t(h) * head_dim;
+      const float factor = exp_of_nonpositive(partial[h] - top);
+      total += factor * partial[group + h];
+      for (int c = 0; c < head_dim; c++) output[c] += factor * values[c];
+    }
+    for (int c = 0; c < head_dim; c++) output[c] /= total;
+  }
+}
+
+// ---- prefill: a tile of query rows, as two matrix products per page around an online softmax
+
+constexpr int kBlockRows = 6;
+constexpr int kBlockVectors = block_vectors(kBlockRows);
+// Rows of weights lie a bit more than a page apart, so that the rows of a block do not fall into the same sets of the L1 cache.
+constexpr int kWeightStride = kMaxPageSize + 16;
+static_assert(kTileRows % kBlockRows == 0);
+
+// c[kBlockRows][V vectors] (+)= a[kBlockRows][depth] * b[depth][V vectors]
+template <int V, bool kAdd>
+VERA_INLINE void product_block(const float* a, ptrdiff_t a_row, ptrdiff_t a_column, const float* b, ptrdiff_t b_row, int depth, float* c,
+                               ptrdiff_t c_row) {
+  Vec sums[kBlockRows][V];
+  for (int r = 0; r < kBlockRows; r++)
+    for (int v = 0; v < V; v++) sums[r][v] = kAdd ? load(c + r * c_row + v * kWidth) : broadcast(0.0f);
+  for (int k = 0; k < depth; k++) {
+    Vec row[V];
+    for (int v = 0; v < V; v++) row[v] = load(b + v * kWidth);
+    for (int r = 0; r < kBlockRows; r++) {
+      const Vec factor = broadcast(a[r * a_row]);
+      for (int v = 0; v < V; v++) sums[r][v] = fma(factor, row[v], sums[r][v]);
+    }
+    a += a_column;
+    b += b_row;
+  }
+  for (int r = 0; r < kBlockRows; r++)
+    for (int v = 0; v < V; v++) store(c + r * c_row + v * kWidth, sums[r][v]);
+}
+
+// c[kBlockRows][column:columns] (+)= a * b, columns being rounded up to whole vectors.
+template <int V, bool kAdd>
+VERA_INLINE void product(const float* a, ptrdiff_t a_row, ptrdiff_t a_column, const float* b, ptrdiff_t b_row, int depth, float* c,
+                         ptrdiff_t c_row, int column, int columns) {
+  for (; column + (V - 1) * kWidth < columns; column += V * kWidth)
+    product_block<V, kAdd>(a, a_row, a_column, b + column, b_row, depth, c + column, c_row);
+  if constexpr (V > 1) product<V / 2, kAdd>(a, a_row, a_column, b, b_row, depth, c, c_row, column, columns);
+}
+
+// One tile's state over its pages.
+struct TileState {
+  float* query;     // [blocks][head_dim][kBlockRows], scaled
+  float* weights;   // [rows][kWeightStride]
+  float* output;    // [rows][output_stride], not normalised
+  float* maxima;    // [rows]
+  float* totals;    // [rows][kWidth]: lane by lane
+  float* keys;      // [head_dim][page_size]
+  float* values;    // [page_size][output_stride]
+  int rows;         // tokens * group
+  int blocks;       // of kBlockRows
+  int output_stride;
+};
+
+TileState begin_tile(const PrefillTile& tile) {
+  const int group = tile.shape.group, head_dim = tile.shape.head_dim;
+  TileState state;
+  state.rows = tile.num_tokens * group;
+  state.blocks = (state.rows + kBlockRows - 1) / kBlockRows;
+  state.output_stride = round_up(head_dim, kWidth);
+  state.query = tile.scratch;
+  state.weights = state.query + kTileRows * kMaxHeadDim;
+  state.output = state.weights + kTileRows * kWeightStride;
+  state.totals = state.output + kTileRows * kMaxHeadDim;
+  state.maxima = state.totals + kTileRows * 16;
+  state.keys = state.maxima + kTileRows;
+  state.values = state.keys + kMaxPageSize * kMaxHeadDim;
+
+  for (int i = 0; i < state.blocks * kBlockRows * head_dim; i++) state.query[i] = 0.0f;
+  for (int i = 0; i < state.blocks * kBlockRows * state.output_stride; i++) state.output[i] = 0.0f;
+  for (int row = 0; row < state.rows; row++) {
+    const int head = row % group;
+    const float* query = tile.query + (row / group) * tile.token_stride + head * tile.head_stride;
+    float* packed = state.query + ptrdiff_t(row / kBlockRows) * head_dim * kBlockRows + row % kBlockRows;
+    for (int c = 0; c < head_dim; c++) packed[c * kBlockRows] = query[c] * tile.options.scale;
+    // A sink is a token that has been seen already: it has a logit, and its value is zero.
+    state.maxima[row] = tile.sinks != nullptr ? tile.sinks[head] : kMinusInfinity;
+    for (int lane = 0; lane < kWidth; lane++) state.totals[row * kWidth + lane] = 0.0f;
+    if (tile.sinks != nullptr) state.totals[row * kWidth] = 1.0f;
+  }
+  return state;
+}
+
+template <class T>
+VERA_INLINE void load_keys(const T* keys, const Shape& shape, float* target) {
+  for (int i = 0; i < shape.head_dim * shape.page_size; i += kWidth) store(target + i, load(keys + i));
+}
+
+template <class T>
+VERA_INLINE void load_values(const T* values, int tokens, int head_dim, float* target, int stride) {
+  for (int t = 0; t < tokens; t++) {
+    int c = 0;
+    for (; c + kWidth <= head_dim; c += kWidth) store(target + c, load(values + c));
+    if constexpr (kWidth == 16) {
+      if (c < head_dim) store(target + c, load_half_vector(values + c));
+    }
+    values += head_dim;
+    target += stride;
+  }
+}
+
+// Turns the logits of one row over one page into weights, and brings what was summed before to the new largest logit.
+VERA_INLINE void online_softmax(const PrefillTile& tile, TileState& state, int row, int page_position, int columns) {
+  float* weights = state.weights + ptrdiff_t(row) * kWeightStride;
+  const int position = tile.query_position + row / tile.shape.group;
+  const int end = least(columns, position + 1 - page_position);
+  const int begin = tile.window == 0 ? 0 : least(columns, most(0, position + 1 - tile.window - page_position));
+  const int whole_columns = round_up(columns, kWidth);
+  if (tile.options.softcap != 0) apply_softcap(weights, whole_columns, tile.options.softcap);
+  mask_row(weights, begin, most(0, end), whole_columns);
+
+  const float before = state.maxima[row], page_top = largest_of_row(weights, whole_columns);
+  const float top = page_top > before ? page_top : before;
+  Vec total = load(state.totals + row * kWidth);
+  if (top != before) {
+    const Vec factor = exp_of_nonpositive(broadcast(before - top));
+    float* output = state.output + ptrdiff_t(row) * state.output_stride;
+    for (int c = 0; c < state.output_stride; c += kWidth) store(output + c, load(output + c) * factor);
+    total = total * factor;
+    state.maxima[row] = top;
+  }
+  store(state.totals + row * kWidth, total + exp_row(weights, whole_columns, top));
+}
+
+template <class T>
+void prefill_tile(const PrefillTile& tile) {
+  const Shape& shape = tile.shape;
+  TileState state = begin_tile(tile);
+  const int end_position = tile.query_position + tile.num_tokens;
+  for (int i = 0; i < tile.num_pages; i++) {
+    const int page_position = tile.first_position + i * shape.page_size;
+    const int columns = least(shape.page_size, end_position - page_position);
+    load_keys(static_cast<const T*>(tile.pages[i].keys), shape, state.keys);
+    for (int block = 0; block < state.blocks; block++) {
+      const int first_row = block * kBlockRows;
+      product<kBlockVectors, false>(state.query + ptrdiff_t(first_row) * shape.head_dim, 1, kBlockRows, state.keys, shape.page_size,
+                                    shape.head_dim, state.weights + ptrdiff_t(first_row) * kWeightStride, kWeightStride, 0, columns);
+      for (int row = first_row; row < least(first_row + kBlockRows, state.rows); row++) online_softmax(tile, state, row, page_position, columns);
+    }
+    load_values(static_cast<const T*>(tile.pages[i].values), columns, shape.head_dim, state.values, state.output_stride);
+    for (int block = 0; block < state.blocks; block++) {
+      const int first_row = block * kBlockRows;
+      product<kBlockVectors, true>(state.weights + ptrdiff_t(first_row) * kWeightStride, kWeightStride, 1, state.values, state.output_stride,
+                                   columns, state.output + ptrdiff_t(first_row) * state.output_stride, state.output_stride, 0,
+                                   state.output_stride);
+    }
+  }
+  for (int row = 0; row < state.rows; row++) {
+    const float inverse = 1.0f / sum(load(state.totals + row * kWidth));
+    const float* values = state.output + ptrdiff_t(row) * state.output_stride;
+    float* output = tile.output + (row / shape.group) * tile.output_token_stride + ptrdiff_t(row % shape.group) * shape.head_dim;
+    for (int c = 0; c < shape.head_dim; c++) output[c] = values[c] * inverse;
+  }
+}
+
+// ---- the bandwidth yardstick
+
+uint64_t sum_words(const void* data, size_t bytes) {
+  const char* p = static_cast<const char*>(data);
+  const size_t words = bytes / sizeof(uint64_t);
+  uint64_t total = 0;
+  for (size_t i = 0; i < words; i++) {
+    uint64_t word;
+    __builtin_memcpy(&word, p + i * sizeof word, sizeof word);
+    total += word;
+  }
+  return total;
+}
+
+constexpr const char* name_of_isa() {
+#define VERA_TEXT(x) #x
+#define VERA_EXPANDED_TEXT(x) VERA_TEXT(x)
+  return VERA_EXPANDED_TEXT(VERA_ISA);
+}
+
+constexpr KernelTable kTable = {
+    name_of_isa(),
+    {write_tokens<Half>, write_tokens<BFloat16>, write_tokens<float>},
+    {decode_span<Half>, decode_span<BFloat16>, decode_span<float>},
+    merge_decode,
+    {prefill_tile<Half>, prefill_tile<BFloat16>, prefill_tile<float>},
+    sum_words,
+};
+
+}  // namespace
+
+const KernelTable& kernels() { return kTable; }
+
+}  // namespace VERA_ISA
+}  // namespace vera

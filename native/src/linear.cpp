@@ -1,0 +1,89 @@
+// Compiled once per instruction set, like kernel.cpp.
+#include "linear.h"
+
+#include "simd.h"
+
+namespace vera {
+namespace VERA_ISA {
+namespace {
+
+// A tile is kTileRows rows of x times kTileOutputs rows of W, both read along the inputs, with one accumulator a pair: as many
+// as leave registers for the operands.
+constexpr int kTileRows = 4;
+constexpr int kTileOutputs = kRegisters == 32 ? 6 : 3;
+
+// The sums of four vectors' lanes.
+#if defined(__AVX512F__)
+VERA_INLINE void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
+  const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const Vec lanes = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+#elif defined(__AVX2__)
+VERA_INLINE void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
+  const Vec lanes = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1)));
+}
+#else
+VERA_INLINE void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
+  out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+}
+#endif
+
+template <int rows, int outputs>
+VERA_INLINE void tile(const LinearTask& task, int row, int output) {
+  const size_t inputs = size_t(task.inputs);
+  const float* x = task.x + size_t(row) * inputs;
+  const float* weight = task.weight + size_t(output) * inputs;
+  Vec sums[outputs][kTileRows];
+  for (auto& line : sums)
+    for (Vec& entry : line) entry = broadcast(0.0f);
+  size_t i = 0;
+  for (; i + kWidth <= inputs; i += kWidth) {
+    Vec columns[rows];
+    for (int r = 0; r < rows; ++r) columns[r] = load(x + r * inputs + i);
+    for (int o = 0; o < outputs; ++o) {
+      const Vec factor = load(weight + o * inputs + i);
+      for (int r = 0; r < rows; ++r) sums[o][r] = fma(factor, columns[r], sums[o][r]);
+    }
+  }
+  for (int o = 0; o < outputs; ++o) {
+    float totals[4];
+    store_sums(totals, sums[o][0], sums[o][1], sums[o][2], sums[o][3]);
+    const float* factors = weight + o * inputs;
+    for (int r = 0; r < rows; ++r) {
+      float total = totals[r];
+      for (size_t rest = i; rest < inputs; ++rest) total += factors[rest] * x[r * inputs + rest];
+      if (task.bias != nullptr) total += task.bias[output + o];
+      task.y[size_t(row + r) * size_t(task.outputs) + size_t(output + o)] = total;
+    }
+  }
+}
+
+// All rows against the same rows of W, which stay in the first-level cache meanwhile.
+template <int outputs>
+void all_rows(const LinearTask& task, int output) {
+  int row = 0;
+  for (; row + 4 <= task.rows; row += 4) tile<4, outputs>(task, row, output);
+  switch (task.rows - row) {
+    case 3: tile<3, outputs>(task, row, output); break;
+    case 2: tile<2, outputs>(task, row, output); break;
+    case 1: tile<1, outputs>(task, row, output); break;
+    default: break;
+  }
+}
+
+}  // namespace
+
+void linear(const LinearTask& task) {
+  int output = task.first_output;
+  for (; output + kTileOutputs <= task.last_output; output += kTileOutputs) all_rows<kTileOutputs>(task, output);
+  for (; output < task.last_output; ++output) all_rows<1>(task, output);
+}
+
+}  // namespace VERA_ISA
+}  // namespace vera

@@ -1,0 +1,39 @@
+"""Vera: an inference engine for language models whose KV cache is adaptive. Start with `LLM`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vera.config import CacheConfig, EngineConfig
+    from vera.errors import VeraError
+    from vera.llm import LLM, Completion, Output
+    from vera.models import load_model
+    from vera.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+# Imported on first use: torch and transformers take seconds, and `vera --help` needs neither.
+_HOMES = {
+    "LLM": "vera.llm",
+    "CacheConfig": "vera.config",
+    "Completion": "vera.llm",
+    "EngineConfig": "vera.config",
+    "Output": "vera.llm",
+    "SamplingParams": "vera.sampling_params",
+    "VeraError": "vera.errors",
+    "load_model": "vera.models",
+}
+
+__all__ = ["LLM", "CacheConfig", "Completion", "EngineConfig", "Output", "SamplingParams", "VeraError", "load_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vera' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,136 @@
+"""Paged attention by the native kernel (`native/`): pages are read where they lie, in float16, bfloat16 or float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vera import _native
+from vera.attention.checks import check_batch, check_call
+from vera.attention.protocol import LayerAttention, PagedBatch
+
+_PAGE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+
+
+class CpuAttention:
+    """Runs on torch's own threads, as many as `torch.get_num_threads()`.
+
+    A sequence's results do not depend on the rest of the batch or on the number of threads, to the last bit.
+    """
+
+    name = "cpu"
+
+    def __init__(self, isa: str | None = None) -> None:
+        """`isa` is one of `available_isas()`. None: what the environment variable VERA_CPU_ISA asks for, else the best one.
+
+        Raises ValueError for one that is unknown or that this CPU lacks.
+        """
+        self._kernels = _native.Attention(isa or "")
+        self._batch: PagedBatch | None = None
+        self._native_batch: _native.Batch | None = None
+        self._tokens = 0
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use: `avx512`, `avx2` or `portable`."""
+        return str(self._kernels.isa)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in the kernel so far."""
+        return float(self._kernels.seconds)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time spent so far in those calls in which every sequence had one new token at most."""
+        return float(self._kernels.decode_seconds)
+
+    @property
+    def decode_bytes_read(self) -> int:
+        """Bytes of keys and values that those calls read."""
+        return int(self._kernels.decode_bytes_read)
+
+    def attend(
+        self, batch: PagedBatch, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerAttention
+    ) -> Tensor:
+        """See `AttentionBackend.attend`. Raises ValueError and IndexError for what `PagedBatch` does not allow, before anything is written.
+
+        The tables of a batch are checked when it is first seen and must not change while it is in use.
+        """
+        native_batch = self._prepare(batch)
+        check_call(batch, layer, query, key, value, options, tokens=self._tokens)
+        output = torch.empty(query.shape, dtype=torch.float32)
+        self._kernels.attend(
+            native_batch,
+            layer,
+            query.shape[1],
+            _rows(query),
+            _rows(key),
+            _rows(value),
+            output.data_ptr(),
+            options.scale,
+            options.window or 0,
+            options.softcap or 0.0,
+            0 if options.sinks is None else options.sinks.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return output
+
+    def _prepare(self, batch: PagedBatch) -> _native.Batch:
+        """The kernel's own form of the batch, made once a step. Holding the batch keeps its tensors alive."""
+        if batch is not self._batch:
+            self._native_batch = _native_batch(batch)
+            self._batch = batch
+            self._tokens = batch.tokens
+        return self._native_batch
+
+
+def _native_batch(batch: PagedBatch) -> _native.Batch:
+    check_batch(batch)
+    num_blocks, layers, kv_heads = batch.page_table.shape
+    sequences, max_blocks = batch.block_tables.shape
+    return _native.Batch(
+        pages=batch.pages.data_ptr(),
+        num_pages=batch.pages.shape[0],
+        page_type=_PAGE_TYPES[batch.pages.dtype],
+        page_table=batch.page_table.data_ptr(),
+        num_blocks=num_blocks,
+        layers=layers,
+        kv_heads=kv_heads,
+        block_tables=batch.block_tables.data_ptr(),
+        sequences=sequences,
+        max_blocks=max_blocks,
+        query_starts=batch.query_starts.data_ptr(),
+        context_lens=batch.context_lens.data_ptr(),
+        page_size=batch.page_size,
+        head_dim=batch.head_dim,
+    )
+
+
+def _rows(tensor: Tensor) -> tuple[int, int, int]:
+    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
+
+
+def available_isas() -> list[str]:
+    """The instruction sets that this build has and this CPU runs, best first."""
+    return list(_native.available_isas())
+
+
+def plain_sum(buffer: Tensor, num_threads: int | None = None) -> int:
+    """Sum of the buffer's 64-bit words modulo 2^64, on the kernel's threads: the yardstick for memory bandwidth.
+
+    Reads all bytes of the contiguous `buffer` once, up to the last whole word.
+    """
+    if not buffer.is_contiguous():
+        raise ValueError(f"buffer of shape {list(buffer.shape)}, strides {list(buffer.stride())} must be contiguous")
+    return int(_native.plain_sum(buffer.data_ptr(), buffer.nbytes, num_threads or torch.get_num_threads()))
+
+
+def threads_runtime() -> str:
+    """The OpenMP library whose threads the kernel runs on (torch's), or `std::thread`."""
+    return str(_native.threads_runtime())
+
+
+def advise_hugepages(buffer: Tensor) -> bool:
+    """Asks the operating system to back a large buffer with huge pages, before it is first written. False: it refused, no harm done."""
+    return bool(_native.advise_hugepages(buffer.data_ptr(), buffer.nbytes))

@@ -1,0 +1,43 @@
+"""The child's side of `vera.bench.child`: reads one job on stdin, does it, writes its result as the last line of stdout."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from vera.bench.memory import MemoryMeter, process_memory
+from vera.errors import VeraError
+
+
+def main() -> None:
+    _be_the_first_to_go()
+    job = json.loads(sys.stdin.read())
+    with MemoryMeter() as meter:
+        outcome = _do(job["call"], job["arguments"])
+    outcome |= {"process_bytes": meter.peak_private_bytes, "rss_peak_bytes": process_memory().rss_peak_bytes}
+    print(json.dumps(outcome), flush=True)
+
+
+def _be_the_first_to_go() -> None:
+    """If memory runs out, the kernel shall kill this measurement and not the program that reports on it."""
+    Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _do(call: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    module, _, name = call.partition(":")
+    try:
+        outcome: dict[str, Any] = getattr(importlib.import_module(module), name)(**arguments)
+    except VeraError as error:
+        return {"failed": str(error), "error": type(error).__name__}
+    except Exception as error:
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}"}
+    return outcome
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""The command line: `vera generate | chat | demo | bench | models`.
+
+Answers and JSON go to stdout, everything else to stderr. Exit codes: 0 done, 1 it could not be done, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vera.config import CacheConfig
+from vera.errors import ConfigError, RequestError, VeraError
+from vera.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from vera.llm import LLM
+
+app = typer.Typer(
+    help="Vera: an inference engine for language models whose KV cache is adaptive.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(help="Measure this machine: every run in a process of its own, baselines in the same call.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+_stderr = Console(stderr=True)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="A Hugging Face folder, a .gguf file, or `embedded`.")]
+CacheRatio = Annotated[float, typer.Option("--cache-max-size-ratio", help="Share of available memory that the cache may take.")]
+CacheBytes = Annotated[int | None, typer.Option("--cache-max-bytes", help="The cache's ceiling in bytes, instead of the ratio.")]
+PageDtype = Annotated[str, typer.Option("--page-dtype", help="How the cache stores: float16, bfloat16 or float32.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="Threads to compute with; all cores if not given.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Sample from the most likely tokens that have this share together.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Sample from this many most likely tokens; 0 for all.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="A text that ends the answer; may be given several times.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of stdout.")]
+
+
+def main() -> None:
+    """What the `vera` command runs."""
+    try:
+        app()
+    except (ConfigError, RequestError) as error:
+        _fail(error, code=2)
+    except (VeraError, OSError) as error:
+        _fail(error, code=1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from; `-` reads it from stdin.")],
+    model: Model = "embedded",
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    stop: Stop = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message: use the chat template.")] = False,
+    cache_max_size_ratio: CacheRatio = 0.6,
+    cache_max_bytes: CacheBytes = None,
+    page_dtype: PageDtype = "float16",
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a text (or, with --chat, answer a message)."""
+    params = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
+    cache = CacheConfig(cache_max_size_ratio=cache_max_size_ratio, cache_max_bytes=cache_max_bytes, page_dtype=page_dtype)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with _llm(model, cache, threads) as llm:
+        if as_json:
+            output = (llm.chat([{"role": "user", "content": text}], params) if chat else llm.generate(text, params))[0]
+            answer = output.completions[0]
+            _print_json(
+                {
+                    "text": answer.text,
+                    "token_ids": answer.token_ids,
+                    "finish_reason": answer.finish_reason,
+                    "prompt_tokens": len(output.prompt_token_ids),
+                    "completion_tokens": len(answer.token_ids),
+                    "cached_tokens": output.num_cached_tokens,
+                }
+            )
+            error = answer.error
+        else:
+            updates = llm.stream_chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)
+            with _interrupts() as interrupted:
+                _, error = _print_stream(updates, interrupted)
+    if error:
+        raise VeraError(f"the answer broke off: {error}")
+
+
+@app.command()
+def chat(
+    model: Model = "embedded",
+    system: Annotated[str | None, typer.Option("--system", help="The system message; the model's own if not given.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    cache_max_size_ratio: CacheRatio = 0.6,
+    cache_max_bytes: CacheBytes = None,
+    page_dtype: PageDtype = "float16",
+    threads: Threads = None,
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer; /reset begins a new conversation; /exit, Ctrl-D or Ctrl-C at the prompt ends."""
+    params = _sampling(max_tokens, temperature, top_p, top_k, seed, None)
+    cache = CacheConfig(cache_max_size_ratio=cache_max_size_ratio, cache_max_bytes=cache_max_bytes, page_dtype=page_dtype)
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    with _llm(model, cache, threads) as llm:
+        while (line := _ask()) is not None:
+            if line == "/reset":
+                messages = list(opening)
+                continue
+            if not line:
+                continue
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                with _interrupts() as interrupted:
+                    answer, error = _print_stream(llm.stream_chat(asked, params), interrupted)
+            except RequestError as refusal:
+                _stderr.print(f"vera: {refusal} (/reset begins a new conversation)", style="red", markup=False, highlight=False)
+                continue
+            if error:
+                _stderr.print(f"vera: the answer broke off: {error}", style="red", markup=False, highlight=False)
+                continue
+            messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+@app.command()
+def demo(
+    model: Model = "embedded",
+    context: Annotated[int, typer.Option("--context", help="Tokens of the document.")] = 7000,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of each answer.")] = 64,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask several questions about one long document at the same time, and see what it cost."""
+    from vera.demo import run_demo
+
+    with _status("loading the model"):
+        from vera.models import load_model
+
+        loaded = load_model(model)
+    result = run_demo(loaded, context=context, max_tokens=max_tokens, num_threads=threads, console=_stderr if as_json else Console())
+    if as_json:
+        _print_json(result)
+
+
+@app.command()
+def models(as_json: AsJson = False) -> None:
+    """What can be served, and which models are here."""
+    from vera.models import local_models, supported_families
+
+    families, here = supported_families(), local_models()
+    if as_json:
+        _print_json({"families": families, "local": here})
+        return
+    table = Table("model", "where", title="models on this machine")
+    for entry in here:
+        table.add_row(str(entry["name"]), str(entry["path"]))
+    console = Console()
+    console.print(table)
+    console.print("families tried in tests: " + ", ".join(families))
+    console.print("Others are served too if their attention passes the check at loading; a refusal names the reason.")
+
+
+@bench.command("decode")
+def bench_decode(
+    batch: Annotated[int, typer.Option("--batch", help="Sequences decoded together.")] = 16,
+    context: Annotated[int, typer.Option("--context", help="Tokens of each sequence's prompt.")] = 8000,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", help="Steps that are timed.")] = 32,
+    cache: Annotated[str, typer.Option("--cache", help="Caches to measure, with commas between.")] = "native",
+    baseline: Annotated[str, typer.Option("--baseline", help="transformers, llama.cpp, with commas between.")] = "",
+    model: Model = "embedded",
+    page_dtype: PageDtype = "float16",
+    repeats: Annotated[int, typer.Option("--repeats", help="Runs of each, in turns; figures are then medians.")] = 1,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decode speed at a batch and a context; the pages of all sequences are physically distinct."""
+    from vera.bench import DecodeBench, run_decode
+
+    _report(
+        run_decode(
+            DecodeBench(
+                model=model,
+                batch=batch,
+                context=context,
+                new_tokens=new_tokens,
+                caches=_names(cache),
+                baselines=_names(baseline),
+                page_dtype=page_dtype,
+                repeats=repeats,
+                num_threads=threads,
+            )
+        ),
+        as_json,
+    )
+
+
+@bench.command("prefill")
+def bench_prefill(
+    context: Annotated[int, typer.Option("--context", help="Tokens of the prompt.")] = 8000,
+    cache: Annotated[str, typer.Option("--cache", help="Caches to measure, with commas between.")] = "native",
+    baseline: Annotated[str, typer.Option("--baseline", help="transformers, llama.cpp, with commas between.")] = "",
+    model: Model = "embedded",
+    page_dtype: PageDtype = "float16",
+    repeats: Annotated[int, typer.Option("--repeats", help="Runs of each, in turns; figures are then medians.")] = 1,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """How fast one long prompt is read."""
+    from vera.bench import PrefillBench, run_prefill
+
+    _report(
+        run_prefill(
+            PrefillBench(
+                model=model,
+                context=context,
+                caches=_names(cache),
+                baselines=_names(baseline),
+                page_dtype=page_dtype,
+                repeats=repeats,
+                num_threads=threads,
+            )
+        ),
+        as_json,
+    )
+
+
+# -- details -----------------------------------------------------------------------------------------------------------
+
+
+def _sampling(
+    max_tokens: int | None, temperature: float, top_p: float, top_k: int, seed: int | None, stop: list[str] | None
+) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+    )
+
+
+def _llm(model: str, cache: CacheConfig, threads: int | None) -> LLM:
+    with _status("loading the model"):
+        from vera.llm import LLM
+
+        return LLM(model, cache=cache, num_threads=threads)
+
+
+@contextmanager
+def _status(text: str) -> Iterator[None]:
+    """Says what is going on, where a person is watching."""
+    if _stderr.is_terminal:
+        with _stderr.status(text):
+            yield
+    else:
+        yield
+
+
+def _ask() -> str | None:
+    """The next line from the person; None at the end."""
+    try:
+        line = input("you> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+    return None if line == "/exit" else line
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Inside, Ctrl-C sets a flag instead of raising in the middle of a step; a second one before it is seen raises."""
+    pressed = False
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _print_stream(updates: Iterator[Any], interrupted: Callable[[], bool]) -> tuple[str, str | None]:
+    """Writes an answer as it comes; returns its text and what went wrong, if anything did."""
+    text, error = "", None
+    for update in updates:
+        text += update.delta
+        error = update.error
+        sys.stdout.write(update.delta)
+        sys.stdout.flush()
+        if interrupted():
+            _stderr.print(" [stopped]", style="dim", markup=False, highlight=False)
+            break
+    sys.stdout.write("\n")
+    return text, error
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _report(result: dict[str, Any], as_json: bool) -> None:
+    from vera.bench import render
+
+    (_stderr if as_json else Console()).print(render(result))
+    if as_json:
+        _print_json(result)
+    failed = [f"{name}: {run['failed']}" for name, run in result["runs"].items() if "failed" in run]
+    if failed:
+        raise VeraError("; ".join(failed))
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def _fail(error: Exception, *, code: int) -> None:
+    _stderr.print(f"vera: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(code)

@@ -1,0 +1,403 @@
+"""The engine: requests in, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+
+import numpy as np
+import torch
+
+from vera.attention import make_backend
+from vera.cache import CacheShape, PagedCache
+from vera.config import EngineConfig
+from vera.engine.request import FinishReason, Request, Status, Update
+from vera.engine.runner import Runner, StepLogits, prompt_rows
+from vera.engine.sampler import Sampled, Sampler, SamplingRow, TokenLogprob, prompt_logprobs
+from vera.engine.scheduler import Chunk, Scheduler
+from vera.engine.text import AnswerText
+from vera.errors import CapacityError, EngineStopped, RequestError, RequestTooLong
+from vera.metrics.stats import EngineStats
+from vera.models import LoadedModel
+from vera.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Where the last step's seconds went."""
+
+    schedule: float = 0.0
+    prepare: float = 0.0
+    model: float = 0.0
+    """The forward pass, attention included."""
+    attention: float = 0.0
+    sample: float = 0.0
+    commit: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.schedule + self.prepare + self.model + self.sample + self.commit
+
+    @contextmanager
+    def lap(self, name: str) -> Iterator[None]:
+        """Adds the time of the block to the field of that name."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - start)
+
+
+class Engine:
+    """Continuous batching over one model and one cache. Not thread-safe: one thread calls it (see `AsyncEngine`).
+
+    The model's module and torch's thread count are shared with the process; everything else belongs to the engine.
+    """
+
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config or EngineConfig()
+        if self.config.num_threads is not None:
+            torch.set_num_threads(self.config.num_threads)
+        self.model = model
+        self.backend = make_backend(self.config.attention_backend)
+        spec = model.spec
+        shape = CacheShape(layers=spec.num_layers, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
+        self.cache = PagedCache(shape, self.config.cache, identity=spec.weights_revision)
+        self.max_model_len = self._served_length()
+        self.stats = EngineStats()
+        self.step_times = StepTimes()
+        self._clock = clock
+        self._runner = Runner(model, self.backend)
+        self._sampler = Sampler()
+        self._scheduler = Scheduler(
+            self.cache, max_num_seqs=self.config.max_num_seqs, max_batch_tokens=self.config.max_batch_tokens
+        )
+        self._requests: dict[str, Request] = {}
+        self._updates: list[Update] = []
+        """What has happened since the last step returned."""
+        self._arrivals = count()
+        self._seeds = np.random.default_rng(self.config.seed)
+        self._closed = False
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> str:
+        """Queues one answer (`params.n` must be 1; see `SamplingParams.answers`) and returns its id.
+
+        Lower `priority` runs first. Raises RequestError for what cannot be honoured, RequestTooLong for what can never fit;
+        neither disturbs the other requests.
+        """
+        if self._closed:
+            raise EngineStopped("the engine was closed; make a new one")
+        params = params or SamplingParams()
+        arrival = next(self._arrivals)
+        request_id = request_id if request_id is not None else f"request-{arrival}"
+        self._check(prompt_token_ids, params, request_id, timeout_seconds)
+        if self.num_waiting >= self.config.max_waiting:
+            raise CapacityError(f"{self.config.max_waiting} requests are waiting already; try later or raise max_waiting")
+        request = self._new_request(request_id, arrival, prompt_token_ids, params)
+        request.priority = priority
+        if timeout_seconds is not None:
+            request.deadline = request.arrived_at + timeout_seconds
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+        return request_id
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request now; the next step returns its last update. False: there is no such request (any more)."""
+        if (request := self._requests.get(request_id)) is None:
+            return False
+        self._end(request, FinishReason.ABORT)
+        return True
+
+    def has_unfinished(self) -> bool:
+        """A call of `step` would do or return something."""
+        return bool(self._requests or self._updates)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Update]:
+        """Computes the next tokens of the running requests; returns what each request that moved has gained.
+
+        A model failure ends the requests of that step with an error and leaves the engine serving.
+        """
+        self._expire()
+        times = StepTimes()
+        with times.lap("schedule"):
+            chunks = self._scheduler.schedule()
+        if chunks:
+            try:
+                with times.lap("prepare"):
+                    batch = self.cache.batch([chunk.span for chunk in chunks])
+                with times.lap("model"):
+                    logits = self._runner.run(chunks, batch)
+                with times.lap("sample"):
+                    sampled = self._sample(chunks, logits)
+                with times.lap("commit"):
+                    self._commit(chunks, logits, sampled)
+            except Exception as error:
+                _log.exception("a step over %d requests failed", len(chunks))
+                self._fail(chunks, error)
+            times.attention = self._runner.attention_seconds
+            self._count_step(chunks, times)
+        self.step_times = times
+        updates, self._updates = self._updates, []
+        return updates
+
+    # -- beside the loop -----------------------------------------------------------------------------------------------
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        """Prompt tokens that a live request found in the cache at its first admission; 0 while it waits."""
+        return self._requests[request_id].num_cached or 0
+
+    def duplicate(self, request_id: str) -> str:
+        """A running request once more, with pages of its own: how a benchmark fills a batch from one prefill.
+
+        Raises CapacityError if there is no seat or no room.
+        """
+        source = self._requests[request_id]
+        if self.num_running >= self.config.max_num_seqs:
+            raise CapacityError(f"all {self.config.max_num_seqs} seats are taken; raise max_num_seqs")
+        arrival = next(self._arrivals)
+        copy_id = f"{request_id}-copy-{arrival}"
+        if source.status is not Status.RUNNING or not self.cache.duplicate(request_id, copy_id):
+            raise CapacityError(f"{request_id} is not running, or {len(source.token_ids)} tokens more do not fit the cache")
+        copy = self._new_request(copy_id, arrival, source.prompt_token_ids, replace(source.params, seed=source.row.seed))
+        copy.token_ids += source.output_token_ids
+        copy.output_token_ids += source.output_token_ids
+        copy.num_computed = source.num_computed
+        copy.num_cached = 0
+        copy.priority, copy.deadline = source.priority, source.deadline
+        self._requests[copy_id] = copy
+        self._scheduler.start(copy)
+        return copy_id
+
+    def replace_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Puts other weights under the same architecture. What the cache holds belongs to the old ones and is dropped.
+
+        Raises RequestError while requests run or wait: an answer never mixes two sets of weights.
+        """
+        if self._requests:
+            raise RequestError(f"{len(self._requests)} requests are unfinished; finish or abort them before the weights change")
+        self.model.replace_weights(state_dict)
+        self.cache.forget(self.model.spec.weights_revision)
+
+    def close(self) -> None:
+        """Ends all requests and gives model and cache memory back (once the caller drops its own references). Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for request in list(self._requests.values()):
+            self._end(request, FinishReason.ABORT)
+        del self.model, self.cache, self._runner, self._scheduler, self.backend
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if requests, queues and cache disagree."""
+        self._scheduler.check_invariants()
+        live = {request.id for request in (*self._scheduler.running, *self._scheduler.waiting)}
+        assert live == set(self._requests), "a request is lost"
+
+    # -- details, in the order of the step -----------------------------------------------------------------------------
+
+    def _served_length(self) -> int:
+        """The longest sequence served: the one source of this limit."""
+        limits = {"the model's context": self.model.spec.max_context, "the cache": self.cache.capacity_tokens}
+        asked = self.config.max_model_len
+        for name, limit in limits.items():
+            if asked is not None and asked > limit:
+                raise CapacityError(
+                    f"max_model_len={asked} tokens is above {name} of {limit} tokens; lower it"
+                    + (" or raise the cache's ceiling" if name == "the cache" else "")
+                )
+        served = asked or min(limits.values())
+        if asked is None and served < self.model.spec.max_context:
+            _log.warning(
+                "the cache holds %d tokens, so sequences are limited to that instead of the model's %d; "
+                "raise cache_max_size_ratio or cache_max_bytes for longer ones",
+                served,
+                self.model.spec.max_context,
+            )
+        return served
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams, request_id: str, timeout: float | None) -> None:
+        vocab = self.model.spec.vocab_size
+        if params.n != 1:
+            raise RequestError(f"n={params.n}: a request is one answer here; add one request for each of SamplingParams.answers()")
+        if request_id in self._requests:
+            raise RequestError(f"a request {request_id!r} is running or waiting already; choose another id")
+        if timeout is not None and timeout <= 0:
+            raise RequestError(f"timeout_seconds={timeout} must be above 0")
+        if not prompt:
+            raise RequestError("the prompt has no tokens; give at least one")
+        for name, ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if not all(0 <= token < vocab for token in ids):
+                wrong = next(token for token in ids if not 0 <= token < vocab)
+                raise RequestError(f"{name} has token id {wrong}, outside the vocabulary 0 to {vocab - 1}")
+        wanted = params.max_tokens or 1
+        if len(prompt) + wanted > self.max_model_len:
+            raise RequestTooLong(
+                f"the prompt's {len(prompt)} tokens plus {wanted} to generate are above the {self.max_model_len} tokens served; "
+                "shorten the prompt, lower max_tokens, or serve more (max_model_len, the cache's ceiling)"
+            )
+
+    def _new_request(self, request_id: str, arrival: int, prompt: Sequence[int], params: SamplingParams) -> Request:
+        seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
+        outputs: list[int] = []
+        room = self.max_model_len - len(prompt)
+        return Request(
+            id=request_id,
+            prompt_token_ids=list(prompt),
+            params=params,
+            row=SamplingRow(params, seed, list(prompt), outputs, self.model.spec.eos_token_ids),
+            text=AnswerText(self.model.tokenizer, params),
+            max_tokens=min(params.max_tokens or room, room),
+            arrival=arrival,
+            arrived_at=self._clock(),
+            token_ids=list(prompt),
+            output_token_ids=outputs,
+        )
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for request in list(self._requests.values()):
+            if request.deadline is not None and now >= request.deadline:
+                self._end(request, FinishReason.TIMEOUT)
+
+    def _sample(self, chunks: Sequence[Chunk], logits: StepLogits) -> list[Sampled | None]:
+        """A token for each chunk that reaches the end of its request; None for the others."""
+        rows = [chunk.request.row for chunk in chunks if chunk.reaches_end]
+        sampled = iter(self._sampler.sample(logits.next_token, rows) if rows else [])
+        return [next(sampled) if chunk.reaches_end else None for chunk in chunks]
+
+    def _commit(self, chunks: Sequence[Chunk], logits: StepLogits, sampled: Sequence[Sampled | None]) -> None:
+        """Makes the step's results final: from here on they are history."""
+        now = self._clock()
+        for chunk, prompt_logits, token in zip(chunks, logits.prompt, sampled, strict=True):
+            request = chunk.request
+            if token is not None and not token.finite:
+                self._end(request, FinishReason.ERROR, error="the model gave logits that are not finite numbers")
+                continue
+            self._keep_prompt_logprobs(chunk, prompt_logits)
+            request.num_computed = chunk.stop
+            self.cache.commit(request.id, request.token_ids, chunk.stop)
+            if token is not None:
+                self._append(request, token, now)
+
+    def _keep_prompt_logprobs(self, chunk: Chunk, logits: torch.Tensor) -> None:
+        request, rows = chunk.request, prompt_rows(chunk)
+        if request.params.prompt_logprobs is None or not request.wants_prompt_logprobs:
+            return
+        if not request.prompt_logprobs:
+            request.prompt_logprobs.append(None)
+        following = [request.prompt_token_ids[position + 1] for position in rows]
+        request.prompt_logprobs += prompt_logprobs(logits, following, request.params.prompt_logprobs)
+
+    def _append(self, request: Request, token: Sampled, now: float) -> None:
+        """The request's next token, and the end of the request if this is it."""
+        request.token_ids.append(token.token_id)
+        request.output_token_ids.append(token.token_id)
+        self._count_token(request, now)
+        first = len(request.output_token_ids) == 1
+        finish, stop_reason, delta = self._advance(request, token.token_id)
+        update = Update(
+            request_id=request.id,
+            new_token_ids=[token.token_id],
+            delta=delta,
+            logprobs=_logprobs(token),
+            prompt_logprobs=request.prompt_logprobs if first and request.prompt_logprobs else None,
+            num_cached_tokens=request.num_cached or 0,
+        )
+        if finish is None:
+            self._updates.append(update)
+        else:
+            self._end(request, finish, update=update, stop_reason=stop_reason)
+
+    def _advance(self, request: Request, token_id: int) -> tuple[FinishReason | None, str | int | None, str]:
+        """Why the request ends with this token (None: it does not), what stopped it, and the text that became final."""
+        params = request.params
+        if token_id in params.stop_token_ids:
+            delta = request.text.push(token_id).delta if params.include_stop else ""
+            return FinishReason.STOP, token_id, delta
+        if token_id in self.model.spec.eos_token_ids and not params.ignore_eos:
+            return FinishReason.STOP, None, ""
+        text = request.text.push(token_id)
+        if text.stop is not None:
+            return FinishReason.STOP, text.stop, text.delta
+        if len(request.output_token_ids) >= request.max_tokens:
+            return FinishReason.LENGTH, None, text.delta
+        return None, None, text.delta
+
+    def _count_step(self, chunks: Sequence[Chunk], times: StepTimes) -> None:
+        stats, sizes = self.stats, [chunk.stop - chunk.start for chunk in chunks]
+        stats.steps += 1
+        stats.preemptions = self._scheduler.num_preemptions
+        if max(sizes) > 1:
+            stats.prefill_tokens += sum(sizes)
+            stats.prefill_seconds += times.total
+        else:
+            stats.decode_tokens += sum(sizes)
+            stats.decode_seconds += times.total
+
+    def _count_token(self, request: Request, now: float) -> None:
+        stats = self.stats
+        stats.generated_tokens += 1
+        if request.last_token_at is None:
+            stats.prompt_tokens += len(request.prompt_token_ids)
+            stats.cached_tokens += request.num_cached or 0
+            stats.time_to_first_token_seconds.append(now - request.arrived_at)
+        else:
+            stats.inter_token_seconds.append(now - request.last_token_at)
+        request.last_token_at = now
+
+    def _fail(self, chunks: Sequence[Chunk], error: Exception) -> None:
+        """Ends the requests of a failed step; those that the step had ended already stay as they are."""
+        for chunk in chunks:
+            if chunk.request.id in self._requests:
+                self._end(chunk.request, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
+
+    def _end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        update: Update | None = None,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """The last update of a request; its blocks go back to the cache."""
+        update = update or Update(request.id, num_cached_tokens=request.num_cached or 0)
+        delta = update.delta + request.text.finish()
+        self._updates.append(replace(update, delta=delta, finish_reason=reason, stop_reason=stop_reason, error=error))
+        self._scheduler.remove(request)
+        del self._requests[request.id]
+        self.stats.finished[reason.value] += 1
+
+
+def _logprobs(token: Sampled) -> list[TokenLogprob]:
+    if token.logprob is None or token.rank is None:
+        return []
+    return [TokenLogprob(token.token_id, token.logprob, token.rank, token.top_logprobs)]

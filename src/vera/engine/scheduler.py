@@ -1,0 +1,141 @@
+"""Which requests run in the next step, and how many tokens of each.
+
+There is no prefill phase and no decode phase: every running request has known tokens and computed tokens, and a step lets the
+second chase the first. A prompt, a decode and a rebuild after a preemption are the same thing with different distances.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vera.cache import PagedCache, Span
+from vera.engine.request import Request, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of one request that a step computes: tokens `start` to `stop` of `request.token_ids`."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def reaches_end(self) -> bool:
+        """The step gives logits for this request's next token."""
+        return self.stop == len(self.request.token_ids)
+
+    @property
+    def span(self) -> Span:
+        return Span(self.request.id, self.start, self.stop)
+
+
+class Scheduler:
+    """Continuous batching: first come, first served within a priority, under a budget of tokens and of sequences."""
+
+    def __init__(self, cache: PagedCache, *, max_num_seqs: int, max_batch_tokens: int) -> None:
+        self._cache = cache
+        self._max_num_seqs = max_num_seqs
+        self._max_batch_tokens = max_batch_tokens
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=lambda r: r.rank)
+
+    def start(self, request: Request) -> None:
+        """Lets a request run whose tokens are in the cache already, past the queue."""
+        request.status = Status.RUNNING
+        insort(self.running, request, key=lambda r: r.rank)
+
+    def remove(self, request: Request) -> None:
+        """Ends a request wherever it is and gives its blocks back."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._cache.release(request.id)
+        elif request.status in (Status.WAITING, Status.PREEMPTED):
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
+
+    def schedule(self) -> list[Chunk]:
+        """The next step's work, by rank. Admits and preempts as needed; every chunk's blocks are there when this returns."""
+        budget = self._max_batch_tokens
+        chunks: dict[str, Chunk] = {}
+        for request in self._decodes_first():
+            if request.status is not Status.RUNNING:
+                continue  # preempted a moment ago
+            take = min(request.num_pending, budget)
+            if take and self._make_room(request, request.num_computed + take, chunks):
+                chunks[request.id] = Chunk(request, request.num_computed, request.num_computed + take)
+                budget = self._max_batch_tokens - sum(chunk.stop - chunk.start for chunk in chunks.values())
+        while budget and self.waiting:
+            request = self.waiting[0]
+            if not self._admit(request, chunks):
+                break
+            budget = self._max_batch_tokens - sum(chunk.stop - chunk.start for chunk in chunks.values())
+            take = min(request.num_pending, budget)
+            chunks[request.id] = Chunk(request, request.num_computed, request.num_computed + take)
+            budget -= take
+        return sorted(chunks.values(), key=lambda chunk: chunk.request.rank)
+
+    def preempt(self, request: Request) -> None:
+        """Takes a running request's blocks; it starts over from what is still cached when its turn comes."""
+        self.running.remove(request)
+        self._cache.release(request.id)
+        request.status = Status.PREEMPTED
+        request.num_computed = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(request)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if queues, requests and cache disagree."""
+        self._cache.check_invariants()
+        assert len(self.running) <= self._max_num_seqs
+        assert all(request.status is Status.RUNNING for request in self.running)
+        assert all(request.status in (Status.WAITING, Status.PREEMPTED) for request in self.waiting)
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=lambda request: request.rank)
+        for request in self.running:
+            assert 0 <= request.num_computed < len(request.token_ids)
+
+    def _decodes_first(self) -> Iterator[Request]:
+        """Running requests by rank, those that need one token before those that need more: a long prompt starves nobody."""
+        running = list(self.running)
+        yield from (request for request in running if request.num_pending == 1)
+        yield from (request for request in running if request.num_pending > 1)
+
+    def _make_room(self, request: Request, num_tokens: int, chunks: dict[str, Chunk]) -> bool:
+        """Blocks for this running request, preempting the last in rank. False: it was itself the last."""
+        while not self._cache.reserve(request.id, num_tokens):
+            victim = self.running[-1]
+            chunks.pop(victim.id, None)
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _admit(self, request: Request, chunks: dict[str, Chunk]) -> bool:
+        """Lets the first waiting request run, if there is a seat and room; running requests of a worse priority give way."""
+        while (cached := self._seat(request)) is None:
+            victim = self.running[-1] if self.running else None
+            if victim is None or victim.priority <= request.priority:
+                return False
+            chunks.pop(victim.id, None)
+            self.preempt(victim)
+        self.waiting.remove(request)
+        request.num_computed = cached
+        if request.num_cached is None:
+            request.num_cached = cached
+        self.start(request)
+        return True
+
+    def _seat(self, request: Request) -> int | None:
+        if len(self.running) >= self._max_num_seqs:
+            return None
+        # A block to spare for each running sequence, so that letting one more in does not at once preempt another.
+        reuse = not request.wants_prompt_logprobs
+        return self._cache.admit(request.id, request.token_ids, headroom=len(self.running), reuse=reuse)

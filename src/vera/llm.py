@@ -1,0 +1,264 @@
+"""LLM: the Python SDK. A model, a cache and an engine in one object."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedModel
+
+from vera.config import CacheConfig, EngineConfig
+from vera.engine.engine import Engine
+from vera.engine.request import FinishReason, Update
+from vera.engine.sampler import TokenLogprob
+from vera.engine.text import encode_chat, encode_prompt
+from vera.errors import ConfigError, EngineStopped
+from vera.models import LoadedModel, adopt_model, load_model
+from vera.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One answer."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    """None while it runs."""
+    stop_reason: str | int | None = None
+    """The stop string or token that ended it."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: str | None = None
+    """What went wrong, if `finish_reason` is `error`."""
+
+    def add(self, update: Update) -> None:
+        self.text += update.delta
+        self.token_ids += update.new_token_ids
+        self.logprobs += update.logprobs
+        self.finish_reason, self.stop_reason, self.error = update.finish_reason, update.stop_reason, update.error
+
+
+@dataclass(slots=True)
+class Output:
+    """All answers to one prompt."""
+
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+    num_cached_tokens: int = 0
+    """Prompt tokens that the first answer found in the cache."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def text(self) -> str:
+        """The first answer's text."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The first answer's tokens."""
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.completions[0].finish_reason
+
+
+class LLM:
+    """Answers prompts with a local model.
+
+        with LLM() as llm:
+            print(llm.chat([{"role": "user", "content": "What is the capital of France?"}])[0].text)
+
+    `model`: a Hugging Face folder, a `.gguf` file, `"embedded"`, or a transformers model that is loaded already (with its
+    `tokenizer`). `cache`: `"native"`, a CacheConfig, or a dict of its fields. Further settings are those of EngineConfig.
+    Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel | LoadedModel = "embedded",
+        *,
+        tokenizer: Any = None,
+        cache: str | CacheConfig | Mapping[str, Any] = "native",
+        dtype: str = "float32",
+        **engine: Any,
+    ) -> None:
+        config = EngineConfig.from_dict({"cache": _cache_config(cache), **engine})
+        self._engine: Engine | None = Engine(_loaded(model, tokenizer, dtype), config)
+        self._inboxes: dict[str, deque[Update]] = {}
+        """Updates that a step brought and the request's reader has not taken yet."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind it, for what the SDK does not wrap. Raises EngineStopped after `close`."""
+        if self._engine is None:
+            raise EngineStopped("this LLM was closed; make a new one")
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Output]:
+        """Answers each prompt (a text or a list of token ids; a single one may come without a list around it), in order.
+
+        `params` is for all of them, or one for each. Everything is checked before anything runs: one bad prompt raises and none
+        is answered. `progress` draws a bar on stderr.
+        """
+        return self._complete([encode_prompt(self._tokenizer, prompt) for prompt in _several(prompts)], params, progress=progress)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **template: Any,
+    ) -> list[Output]:
+        """The same for conversations, each a list of `{"role": ..., "content": ...}`. Further keywords go to the chat template."""
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [encode_chat(self._tokenizer, conversation, **template) for conversation in conversations]  # type: ignore[arg-type]
+        return self._complete(prompts, params, progress=progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
+        """The updates of one answer as they come. Several streams may be read in turn; leaving one early aborts its request."""
+        return self._follow([self._submit(encode_prompt(self._tokenizer, prompt), params or SamplingParams())])
+
+    def stream_chat(self, messages: Messages, params: SamplingParams | None = None, **template: Any) -> Iterator[Update]:
+        """The same for a conversation."""
+        return self._follow([self._submit(encode_chat(self._tokenizer, messages, **template), params or SamplingParams())])
+
+    def close(self) -> None:
+        """Ends all requests and frees the cache and, unless the caller holds it too, the model. Idempotent."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            self._inboxes.clear()
+            gc.collect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self.engine.model.tokenizer
+
+    def _complete(
+        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None, *, progress: bool
+    ) -> list[Output]:
+        outputs = [Output(prompt, []) for prompt in prompts]
+        homes: dict[str, tuple[Output, Completion]] = {}
+        try:
+            for output, wanted in zip(outputs, _one_each(params, len(prompts)), strict=True):
+                for index, answer in enumerate(wanted.answers()):
+                    completion = Completion(index)
+                    output.completions.append(completion)
+                    homes[self._submit(output.prompt_token_ids, answer)] = output, completion
+        except BaseException:
+            for request_id in homes:
+                self._drop(request_id)
+            raise
+        with _bar(len(homes), visible=progress) as advance:
+            for update in self._follow(list(homes)):
+                output, completion = homes[update.request_id]
+                completion.add(update)
+                output.prompt_logprobs = output.prompt_logprobs or update.prompt_logprobs
+                if completion.index == 0:
+                    output.num_cached_tokens = update.num_cached_tokens
+                if update.finished:
+                    advance()
+        return outputs
+
+    def _submit(self, prompt: list[int], params: SamplingParams) -> str:
+        request_id = self.engine.add_request(prompt, params)
+        self._inboxes[request_id] = deque()
+        return request_id
+
+    def _follow(self, request_ids: list[str]) -> Iterator[Update]:
+        """The updates of these requests until all are finished; steps the engine when none is waiting to be read."""
+        unfinished = set(request_ids)
+        try:
+            while unfinished:
+                ready = [update for request_id in request_ids for update in self._take(request_id)]
+                if not ready:
+                    self._step()
+                for update in ready:
+                    if update.finished:
+                        unfinished.remove(update.request_id)
+                        self._inboxes.pop(update.request_id, None)
+                    yield update
+        finally:
+            for request_id in unfinished:
+                self._drop(request_id)
+
+    def _take(self, request_id: str) -> list[Update]:
+        if self._engine is None:
+            raise EngineStopped("this LLM was closed while an answer was being read")
+        inbox = self._inboxes.get(request_id)
+        return [inbox.popleft() for _ in range(len(inbox))] if inbox else []
+
+    def _step(self) -> None:
+        for update in self.engine.step():
+            if (inbox := self._inboxes.get(update.request_id)) is not None:
+                inbox.append(update)
+
+    def _drop(self, request_id: str) -> None:
+        if self._engine is not None:
+            self._engine.abort(request_id)
+        self._inboxes.pop(request_id, None)
+
+
+def _loaded(model: str | Path | PreTrainedModel | LoadedModel, tokenizer: Any, dtype: str) -> LoadedModel:
+    if isinstance(model, PreTrainedModel):
+        return adopt_model(model, tokenizer)
+    if tokenizer is not None:
+        raise ConfigError("tokenizer is only taken with a transformers model; a folder or .gguf file brings its own")
+    return model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype)
+
+
+def _cache_config(cache: str | CacheConfig | Mapping[str, Any]) -> CacheConfig:
+    if isinstance(cache, CacheConfig):
+        return cache
+    return CacheConfig(mode=cache) if isinstance(cache, str) else CacheConfig.from_dict(cache)
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ConfigError(f"{len(params)} sampling parameters for {count} prompts; give one for all, or one for each")
+    return params
+
+
+@contextmanager
+def _bar(total: int, *, visible: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr; the callable moves it by one."""
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not visible) as progress:
+        task = progress.add_task("answers", total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,26 @@
+"""Keeping transformers' notes, progress bars and warnings off the terminal."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging as transformers_logging
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silences transformers for the block; what matters in its notes is an error of ours."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

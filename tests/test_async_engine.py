@@ -1,0 +1,174 @@
+"""The engine behind asyncio: streams, cancellation, health, the end."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from engines import greedy, make_engine, prompt_of, reference_tokens, tokens_of
+
+from vera.engine.async_engine import AsyncEngine
+from vera.errors import EngineStopped, RequestError
+
+
+def run(scenario, **config):
+    """Runs `scenario(engine)` with a started AsyncEngine and closes it."""
+
+    async def main():
+        engine = AsyncEngine(make_engine(**config))
+        engine.start()
+        try:
+            return await asyncio.wait_for(scenario(engine), timeout=60)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+async def collect(engine, prompt, params):
+    return [update async for update in engine.stream(prompt, params)]
+
+
+async def until_idle(engine):
+    """The figures once nothing runs or waits any more: running, waiting, bytes in use, aborts."""
+    for _ in range(1000):
+        figures = await engine.inspect(
+            lambda inner: (inner.num_running, inner.num_waiting, inner.cache.used_bytes, inner.stats.finished["abort"])
+        )
+        if figures[:2] == (0, 0):
+            return figures
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"still busy: {figures}")
+
+
+def test_streams_run_together_and_answer_rightly():
+    async def scenario(engine):
+        prompts = [prompt_of(5 + 7 * seed, seed) for seed in range(8)]
+        answers = await asyncio.gather(*(collect(engine, prompt, greedy(10)) for prompt in prompts))
+        for prompt, updates in zip(prompts, answers, strict=True):
+            assert tokens_of(updates) == reference_tokens(prompt, 10)
+            assert [update.finished for update in updates] == [False] * 9 + [True]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("updates_read", [0, 1, 5])
+def test_leaving_a_stream_frees_everything(updates_read):
+    async def scenario(engine):
+        stream = engine.stream(prompt_of(30), greedy(1000))
+        for _ in range(updates_read):
+            await anext(stream)
+        await stream.aclose()
+        assert await until_idle(engine) == (0, 0, 0, 1 if updates_read else 0)
+
+    run(scenario, blocks=200)
+
+
+def test_cancelled_task_frees_everything_wherever_it_is():
+    async def scenario(engine):
+        for delay in (0, 0.0005, 0.002, 0.01, 0.03):
+            tasks = [asyncio.create_task(collect(engine, prompt_of(60, seed), greedy(500))) for seed in range(6)]
+            await asyncio.sleep(delay)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert (await until_idle(engine))[:3] == (0, 0, 0)
+            assert not engine._streams
+
+    run(scenario, blocks=200, max_num_seqs=3)
+
+
+def test_normal_requests_are_never_aborted():
+    async def scenario(engine):
+        await asyncio.gather(*(collect(engine, prompt_of(5, seed), greedy(3)) for seed in range(100)))
+        assert (await until_idle(engine))[3] == 0
+
+    run(scenario)
+
+
+def test_refused_request_raises_and_the_others_go_on():
+    async def scenario(engine):
+        other = asyncio.create_task(collect(engine, prompt_of(5), greedy(20)))
+        with pytest.raises(RequestError, match="no tokens"):
+            await collect(engine, (), greedy(1))
+        assert tokens_of(await other) == reference_tokens(prompt_of(5), 20)
+
+    run(scenario)
+
+
+def test_hung_loop_is_not_alive_and_recovers():
+    async def scenario(engine):
+        gate = threading.Event()
+        hang = asyncio.create_task(engine.inspect(lambda _: gate.wait(20)))
+        await asyncio.sleep(0.2)
+        assert not engine.is_alive(longest_step_seconds=0.1)
+        assert engine.is_alive(longest_step_seconds=60)
+        gate.set()
+        await hang
+        await asyncio.sleep(0.05)
+        assert engine.is_alive(longest_step_seconds=1.5)
+
+    run(scenario)
+
+
+def test_idle_loop_stays_alive():
+    async def scenario(engine):
+        await asyncio.sleep(1.3)
+        assert engine.is_alive(longest_step_seconds=1.2)
+
+    run(scenario)
+
+
+def test_dead_loop_ends_every_stream_with_an_error():
+    async def scenario(engine):
+        def die(_):
+            raise SystemExit("the loop is to die")
+
+        stream = asyncio.create_task(collect(engine, prompt_of(5), greedy(1000)))
+        await asyncio.sleep(0.05)
+        engine._inbox.append((lambda: die(None), __import__("concurrent.futures").futures.Future()))
+        with pytest.raises(EngineStopped, match="ended"):
+            await stream
+        assert not engine.is_alive()
+        with pytest.raises(EngineStopped):
+            await collect(engine, prompt_of(5), greedy(1))
+
+    run(scenario, blocks=200)
+
+
+def test_close_ends_open_streams_and_the_thread():
+    async def scenario(engine):
+        stream = asyncio.create_task(collect(engine, prompt_of(5), greedy(1000)))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        with pytest.raises(EngineStopped, match="closed"):
+            await stream
+        assert not engine._thread.is_alive()
+
+    run(scenario, blocks=200)
+
+
+def test_close_lets_answers_finish_while_there_is_time():
+    async def scenario(engine):
+        stream = asyncio.create_task(collect(engine, prompt_of(5), greedy(30)))
+        await asyncio.sleep(0.01)
+        await engine.close(drain_seconds=20)
+        assert tokens_of(await stream) == reference_tokens(prompt_of(5), 30)
+
+    run(scenario)
+
+
+def test_close_before_start_is_harmless():
+    asyncio.run(AsyncEngine(make_engine()).close())
+
+
+def test_a_forgotten_engine_does_not_keep_the_interpreter():
+    async def main():
+        engine = AsyncEngine(make_engine())
+        engine.start()
+        assert engine._thread.daemon
+        await engine.close()
+
+    start = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - start < 10

@@ -1,0 +1,104 @@
+"""The command line, run as a person or a script would."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tiny_models import save_tiny, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny(path, tokenizer=tiny_tokenizer(), vocab_size=len(tiny_tokenizer()), eos_token_id=None)
+    return str(path)
+
+
+def vera(*arguments, text=None, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "vera.cli", *arguments],
+        input=text, capture_output=True, text=True, timeout=120, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_generate_prints_the_answer_and_nothing_else_on_stdout(folder):
+    run = vera("generate", "the thing", "--model", folder, "--max-tokens", "5")
+    assert run.returncode == 0, run.stderr
+    as_json = vera("generate", "the thing", "--model", folder, "--max-tokens", "5", "--json")
+    assert run.stdout == json.loads(as_json.stdout)["text"] + "\n"
+
+
+def test_generate_json_has_the_promised_keys(folder):
+    run = vera("generate", "the thing", "--model", folder, "--max-tokens", "5", "--json")
+    answer = json.loads(run.stdout.splitlines()[-1])
+    assert set(answer) == {"text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens"}
+    assert (answer["completion_tokens"], answer["finish_reason"], answer["cached_tokens"]) == (5, "length", 0)
+
+
+def test_generate_reads_stdin(folder):
+    run = vera("generate", "-", "--model", folder, "--max-tokens", "5", "--json", text="the thing")
+    assert json.loads(run.stdout)["prompt_tokens"] == len(tiny_tokenizer().encode("the thing"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generat", "x"], 2, "generat"),
+        (["generate", "x", "--max-token", "5"], 2, "--max-token"),
+        (["generate", "x", "--max-tokens", "0"], 2, "max_tokens=0"),
+        (["generate", "x", "--temperature", "-1"], 2, "temperature=-1"),
+        (["generate", "x", "--page-dtype", "fp8"], 2, "fp8"),
+        (["generate", "x", "--model", "/nowhere/at/all"], 1, "/nowhere/at/all"),
+        (["generate", "", "--model", "FOLDER"], 2, "prompt"),
+        (["generate", "x" * 6000, "--model", "FOLDER"], 2, "tokens served"),
+        (["generate", "x", "--model", "FOLDER", "--cache-max-bytes", "1000"], 1, "below one block"),
+        (["bench", "decode", "--baseline", "lama.cpp"], 2, "lama.cpp"),
+    ],
+)
+def test_mistake_gives_one_clear_message_and_its_exit_code(folder, arguments, code, message):
+    run = vera(*[folder if argument == "FOLDER" else argument for argument in arguments])
+    assert run.returncode == code, run.stderr
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""
+
+
+def test_help_is_quick():
+    start = time.monotonic()
+    run = vera("--help")
+    assert run.returncode == 0
+    assert "generate" in run.stdout
+    assert time.monotonic() - start < 3, "the help must not import torch"
+
+
+def test_models_lists_families_and_what_is_here():
+    run = vera("models", "--json")
+    listed = json.loads(run.stdout)
+    assert "LlamaForCausalLM" in listed["families"]
+    assert isinstance(listed["local"], list)
+
+
+def test_chat_answers_line_by_line_until_the_end(folder):
+    run = vera("chat", "--model", folder, "--max-tokens", "3", text="the thing\n\n/reset\nand the thing\n/exit\nnever asked\n")
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    assert len(run.stdout.splitlines()) >= 2
+
+
+def test_interrupt_stops_the_answer_and_not_the_chat(folder):
+    chat = subprocess.Popen(
+        [sys.executable, "-u", "-m", "vera.cli", "chat", "--model", folder],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    chat.stdin.write(b"the thing\n")
+    chat.stdin.flush()
+    assert chat.stdout.read(10)  # the answer has begun; it would go on for 4,000 tokens
+    chat.send_signal(signal.SIGINT)
+    rest, errors = chat.communicate(b"/exit\n", timeout=60)
+    assert chat.returncode == 0, errors
+    assert b"[stopped]" in errors
+    assert len(rest) < 20_000
