@@ -242,8 +242,9 @@ def test_top_k_keeps_all_that_equal_the_last() -> None:
     assert set(draw_many(logits, 400, temperature=1.0, top_k=2)) == {3, 10, 11, 12}
 
 
-def test_among_equals_top_p_keeps_the_lowest_ids() -> None:
-    assert set(draw_many(torch.zeros(10), 300, temperature=1.0, top_p=0.25)) == {0, 1, 2}
+@pytest.mark.parametrize("vocab", [10, 9000])
+def test_among_equals_top_p_keeps_the_lowest_ids(vocab: int) -> None:
+    assert set(draw_many(torch.zeros(vocab), 300, temperature=1.0, top_p=2.5 / vocab)) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -315,6 +316,14 @@ def test_an_answer_resumed_at_any_index_goes_on_as_if_it_had_not_stopped() -> No
         assert again == output
 
 
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 20}], ids=str)
+def test_a_larger_number_never_gives_a_smaller_id(params: dict[str, Any]) -> None:
+    """The order of the inverse is part of what makes a seed repeatable."""
+    drawn = draw_many(random_logits(1, 700)[0], 300, temperature=1.0, **params)
+    by_number = [token for _, token in sorted((uniform(11, index), token) for index, token in enumerate(drawn))]
+    assert by_number == sorted(by_number)
+
+
 def test_other_seeds_and_other_indices_give_other_numbers() -> None:
     numbers = [uniform(seed, index) for seed in (-1, 0, 1, 2, 2**63, 2**64 - 2) for index in range(200)]
     assert len(set(numbers)) == len(numbers)
@@ -356,9 +365,11 @@ def test_rows_that_did_not_ask_have_no_logprobs() -> None:
     assert silent.top_logprobs == ()
 
 
-def test_equally_likely_tokens_are_reported_by_id() -> None:
-    [result] = Sampler().sample(torch.zeros(1, VOCAB), [row(logprobs=3)])
-    assert [token for token, _ in result.top_logprobs] == [0, 1, 2]
+@pytest.mark.parametrize("vocab", [VOCAB, 9000])
+def test_equally_likely_tokens_are_reported_by_id(vocab: int) -> None:
+    logits = (torch.arange(vocab) % 3).float()[None]
+    [result] = Sampler().sample(logits, [row(logprobs=3)])
+    assert [token for token, _ in result.top_logprobs] == [2, 5, 8]
 
 
 @pytest.mark.parametrize("positions", [1, 63, 64, 65, 130])

@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "isa.h"
+#include "linear.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -129,6 +130,24 @@ NB_MODULE(_native, module) {
           },
           "batch"_a, "layer"_a, "query_heads"_a, "query"_a, "key"_a, "value"_a, "output"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a,
           "num_threads"_a, "One layer. query, key and value: (address, token stride, head stride); 0 for no window, softcap or sinks.");
+
+  module.def(
+      "linear",
+      [](uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, int rows, int inputs, int outputs, int num_threads) {
+        LinearTask task{};
+        task.x = pointer<const float>(x);
+        task.weight = pointer<const float>(weight);
+        task.bias = pointer<const float>(bias);
+        task.y = pointer<float>(y);
+        task.rows = rows;
+        task.inputs = inputs;
+        task.outputs = outputs;
+        static const char* isa = choose_kernels("").name;
+        const nb::gil_scoped_release release;
+        run_linear(isa, task, num_threads);
+      },
+      "x"_a, "weight"_a, "bias"_a, "y"_a, "rows"_a, "inputs"_a, "outputs"_a, "num_threads"_a,
+      "y [rows, outputs] = x [rows, inputs] times weight [outputs, inputs] transposed, plus bias (0: none); addresses of contiguous float32.");
 
   module.def("plain_sum", &plain_sum, "address"_a, "bytes"_a, "num_threads"_a,
              "Sum of the buffer's 64-bit words: reads it as fast as this machine can, the yardstick for memory bandwidth.");

@@ -26,6 +26,27 @@ constexpr int block_vectors(int rows) {
   return vectors;
 }
 
+// sums[r][v] += factor(r) * row(v). The side with fewer vectors is held in registers while the other one streams: with both held,
+// 16 registers do not suffice.
+template <int R, int V, class Factor, class Row>
+VERA_INLINE void add_outer_product(Vec (&sums)[R][V], Factor factor, Row row) {
+  if constexpr (R < V) {
+    Vec factors[R];
+    for (int r = 0; r < R; r++) factors[r] = factor(r);
+    for (int v = 0; v < V; v++) {
+      const Vec x = row(v);
+      for (int r = 0; r < R; r++) sums[r][v] = fma(factors[r], x, sums[r][v]);
+    }
+  } else {
+    Vec x[V];
+    for (int v = 0; v < V; v++) x[v] = row(v);
+    for (int r = 0; r < R; r++) {
+      const Vec f = factor(r);
+      for (int v = 0; v < V; v++) sums[r][v] = fma(f, x[v], sums[r][v]);
+    }
+  }
+}
+
 // ---- softmax over one row of logits, in place
 
 void apply_softcap(float* row, int columns, float softcap) {
@@ -97,12 +118,7 @@ VERA_INLINE void logits_block(const T* keys, const T* next, const float* query, 
     for (int v = 0; v < V; v++) sums[h][v] = broadcast(0.0f);
   for (int c = 0; c < shape.head_dim; c++) {
     prefetch_block(next, V * kWidth);
-    Vec key[V];
-    for (int v = 0; v < V; v++) key[v] = load(keys + v * kWidth);
-    for (int h = 0; h < H; h++) {
-      const Vec q = broadcast(query[h]);
-      for (int v = 0; v < V; v++) sums[h][v] = fma(q, key[v], sums[h][v]);
-    }
+    add_outer_product(sums, [&](int h) { return broadcast(query[h]); }, [&](int v) { return load(keys + v * kWidth); });
     keys += shape.page_size;
     next += shape.page_size;
     query += H;
@@ -132,12 +148,8 @@ VERA_INLINE void values_block(const T* values, const T* next, const float* weigh
     for (int v = 0; v < V; v++) sums[h][v] = load_part(output + h * head_dim + v * kWidth);
   for (int t = 0; t < tokens; t++) {
     prefetch_block(next, V * kWidth);
-    Vec value[V];
-    for (int v = 0; v < V; v++) value[v] = load_part(values + v * kWidth);
-    for (int h = 0; h < H; h++) {
-      const Vec weight = broadcast(weights[h * kSpanTokens + t]);
-      for (int v = 0; v < V; v++) sums[h][v] = fma(weight, value[v], sums[h][v]);
-    }
+    add_outer_product(
+        sums, [&](int h) { return broadcast(weights[h * kSpanTokens + t]); }, [&](int v) { return load_part(values + v * kWidth); });
     values += head_dim;
     next += head_dim;
   }
@@ -264,12 +276,7 @@ VERA_INLINE void product_block(const float* a, ptrdiff_t a_row, ptrdiff_t a_colu
   for (int r = 0; r < kBlockRows; r++)
     for (int v = 0; v < V; v++) sums[r][v] = kAdd ? load(c + r * c_row + v * kWidth) : broadcast(0.0f);
   for (int k = 0; k < depth; k++) {
-    Vec row[V];
-    for (int v = 0; v < V; v++) row[v] = load(b + v * kWidth);
-    for (int r = 0; r < kBlockRows; r++) {
-      const Vec factor = broadcast(a[r * a_row]);
-      for (int v = 0; v < V; v++) sums[r][v] = fma(factor, row[v], sums[r][v]);
-    }
+    add_outer_product(sums, [&](int r) { return broadcast(a[r * a_row]); }, [&](int v) { return load(b + v * kWidth); });
     a += a_column;
     b += b_row;
   }

@@ -34,7 +34,9 @@ VERA_INLINE void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
 }
 #endif
 
-template <int rows, int outputs>
+// With `ahead`, the same part of the next tile's weights is fetched into the second-level cache meanwhile: the rows of W are
+// too short for the hardware to find their pattern.
+template <int rows, int outputs, bool ahead>
 VERA_INLINE void tile(const LinearTask& task, int row, int output) {
   const size_t inputs = size_t(task.inputs);
   const float* x = task.x + size_t(row) * inputs;
@@ -48,6 +50,7 @@ VERA_INLINE void tile(const LinearTask& task, int row, int output) {
     for (int r = 0; r < rows; ++r) columns[r] = load(x + r * inputs + i);
     for (int o = 0; o < outputs; ++o) {
       const Vec factor = load(weight + o * inputs + i);
+      if (ahead) __builtin_prefetch(weight + (o + outputs) * inputs + i, 0, 2);
       for (int r = 0; r < rows; ++r) sums[o][r] = fma(factor, columns[r], sums[o][r]);
     }
   }
@@ -64,16 +67,22 @@ VERA_INLINE void tile(const LinearTask& task, int row, int output) {
   }
 }
 
-// All rows against the same rows of W, which stay in the first-level cache meanwhile.
+// All rows against the same rows of W, which stay in the nearest caches meanwhile.
 template <int outputs>
 void all_rows(const LinearTask& task, int output) {
-  int row = 0;
-  for (; row + 4 <= task.rows; row += 4) tile<4, outputs>(task, row, output);
+  switch (task.rows) {
+    case 1: return tile<1, outputs, true>(task, 0, output);
+    case 2: return tile<2, outputs, true>(task, 0, output);
+    case 3: return tile<3, outputs, true>(task, 0, output);
+    default: tile<4, outputs, true>(task, 0, output);
+  }
+  int row = 4;
+  for (; row + 4 <= task.rows; row += 4) tile<4, outputs, false>(task, row, output);
   switch (task.rows - row) {
-    case 3: tile<3, outputs>(task, row, output); break;
-    case 2: tile<2, outputs>(task, row, output); break;
-    case 1: tile<1, outputs>(task, row, output); break;
-    default: break;
+    case 3: return tile<3, outputs, false>(task, row, output);
+    case 2: return tile<2, outputs, false>(task, row, output);
+    case 1: return tile<1, outputs, false>(task, row, output);
+    default: return;
   }
 }
 

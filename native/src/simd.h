@@ -198,7 +198,8 @@ VERA_INLINE float largest(Vec x) {
 
 #endif
 
-VERA_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// Into the L2 cache: a core has too few L1 miss buffers to keep the memory bus busy (on Zen 4 this reads twice as fast).
+VERA_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // exp(x) for x <= 0 with a relative error of about 1e-7; exactly 0 below -87.3 (and at -infinity), NaN stays NaN.
 // Cephes expf: range reduction by a two-part ln 2, then a polynomial of degree 6.

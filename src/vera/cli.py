@@ -339,3 +339,7 @@ def _print_json(value: Any) -> None:
 def _fail(error: Exception, *, code: int) -> None:
     _stderr.print(f"vera: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

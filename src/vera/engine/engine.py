@@ -246,7 +246,9 @@ class Engine:
     def _check(self, prompt: Sequence[int], params: SamplingParams, request_id: str, timeout: float | None) -> None:
         vocab = self.model.spec.vocab_size
         if params.n != 1:
-            raise RequestError(f"n={params.n}: a request is one answer here; add one request for each of SamplingParams.answers()")
+            raise RequestError(
+                f"n={params.n}: a request is one answer here; add one request for each of SamplingParams.answers()"
+            )
         if request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is running or waiting already; choose another id")
         if timeout is not None and timeout <= 0:

@@ -174,6 +174,8 @@ class IncrementalText:
         self._first_pending = 0
         self._num_released = 0
         """Characters of the window's text that are out."""
+        self._num_waiting = 0
+        """Tokens in a row after which the text ended in what may be the begin of a character."""
         self._pieces: list[str] = []
 
     @property
@@ -186,7 +188,7 @@ class IncrementalText:
         """The text that became final with this token."""
         self._window.append(token_id)
         text = self._decode()
-        num_final = self._num_final(text)
+        num_final = self._count_final(text)
         piece = text[self._num_released : num_final]
         all_final = num_final == len(text)
         if all_final and num_final != self._num_released:
@@ -210,11 +212,12 @@ class IncrementalText:
         )
         return cast("str", text)
 
-    def _num_final(self, text: str) -> int:
-        """How many characters of the window's text no later token can change."""
+    def _count_final(self, text: str) -> int:
+        """How many characters of the window's text no later token can change, after one more token."""
         num_replaced = len(text) - len(text.rstrip(_REPLACEMENT))
-        if len(self._window) - self._first_pending > _HELD_TOKENS:
-            # No single character is pending so long: these are invalid bytes, and only the last may yet begin a character.
+        self._num_waiting = self._num_waiting + 1 if num_replaced else 0
+        if self._num_waiting > _HELD_TOKENS:
+            # No single character takes so long: these are invalid bytes, and only the last may yet begin a character.
             num_replaced = min(num_replaced, 1)
         return len(text) - num_replaced
 

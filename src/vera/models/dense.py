@@ -36,7 +36,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, options: LayerAtt
         weights = torch.softmax(torch.cat([logits, sinks], dim=-1), dim=-1)[..., :-1]
     else:
         weights = torch.softmax(logits, dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, values)
+    return torch.einsum("hqk,khd->qhd", weights, values).contiguous()
 
 
 def visible(tokens: int, window: int | None) -> Tensor:

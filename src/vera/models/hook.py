@@ -37,7 +37,7 @@ class Step:
 
     attend: LayerHook
     options: tuple[LayerAttention, ...]
-    """One a layer, as learned by the probe (see `gate`)."""
+    """One a layer, as learned by the probe."""
 
 
 def vera_attention(

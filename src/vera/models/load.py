@@ -11,11 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from vera.attention.protocol import PAGE_DTYPES
 from vera.errors import ConfigError, ModelNotFound
 from vera.models.folder import CONFIG_FILE, read_module, read_tokenizer
-from vera.models.gate import check_class, check_config, probe
+from vera.models.gate import check_class, check_config
 from vera.models.gguf import GGUF_SUFFIX, converted_folder, embedded_file
 from vera.models.loaded import LoadedModel
-from vera.models.quiet import quiet_transformers
+from vera.models.probe import probe
 from vera.models.spec import ModelSpec, weight_bytes, weights_revision
+from vera.models.surroundings import quiet_transformers
 
 EMBEDDED = "embedded"
 

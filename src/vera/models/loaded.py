@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vera.attention.protocol import LayerAttention
-from vera.models.gate import probe
 from vera.models.hook import VERA_ATTENTION, LayerHook, Step
-from vera.models.quiet import quiet_transformers
+from vera.models.probe import probe
 from vera.models.spec import ModelSpec, weights_revision
+from vera.models.surroundings import quiet_transformers
 from vera.models.weights import check_state_dict
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-_HASH_THREADS = 2
+_MAX_HASH_THREADS = 8
 _NOT_IDENTITY = frozenset({"transformers_version", "architectures", "dtype", "use_cache"})
 """Entries of a config that can change while every key and value stays the same (those with an underscore, too)."""
 
@@ -50,7 +51,7 @@ def weights_revision(module: PreTrainedModel) -> str:
     """Digest of everything that shapes a model's keys and values. Reads every weight once (about 1 s for 2 GB on two cores)."""
     tensors = sorted(_named_tensors(module))
     digest = hashlib.sha256(_config_identity(module).encode())
-    with ThreadPoolExecutor(_HASH_THREADS) as threads:
+    with ThreadPoolExecutor(min(_MAX_HASH_THREADS, os.cpu_count() or 1)) as threads:
         for (name, tensor), content in zip(tensors, threads.map(_content_digest, (t for _, t in tensors)), strict=True):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
             digest.update(content)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vera.errors import BrokenModel
+from vera.models.surroundings import one_thread
 
 _NAMED_FAULTS = 8
 
@@ -77,9 +78,10 @@ def _untied(module: PreTrainedModel) -> Iterator[str]:
 
 def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
     """A sum is not finite as soon as one of its terms is not; it is quick, but may also overflow, so a suspect is looked at."""
-    for name, tensor in tensors:
-        if tensor.is_floating_point() and not torch.isfinite(tensor.detach().sum()) and not torch.isfinite(tensor).all():
-            yield f"{name} holds values that are not finite"
+    with one_thread():
+        for name, tensor in tensors:
+            if tensor.is_floating_point() and not torch.isfinite(tensor.detach().sum()) and not torch.isfinite(tensor).all():
+                yield f"{name} holds values that are not finite"
 
 
 def _shape_fault(name: str, stored: Iterable[int], needed: Iterable[int]) -> str:

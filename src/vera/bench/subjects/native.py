@@ -66,7 +66,7 @@ def decode(
         "page_dtype": page_dtype,
         "kernel": engine.backend.name,
         **kernel,
-        **_breakdown([times for _, times in steps]),
+        **_breakdown(steps),
         "threads": torch.get_num_threads(),
         "sequences_agree": all(answer == tokens for answer in answers.values()),
         "token_ids": tokens,
@@ -159,13 +159,15 @@ def _step(engine: Engine, answers: dict[str, list[int]]) -> tuple[float, StepTim
     return seconds, engine.step_times
 
 
-def _breakdown(times: Sequence[StepTimes]) -> dict[str, Any]:
-    """The mean parts of a step in ms, and the share of it that is neither model nor attention."""
-    parts = {name: fmean(getattr(step, name) for step in times) for name in asdict(times[0])}
-    total = sum(parts.values())
+def _breakdown(steps: Sequence[tuple[float, StepTimes]]) -> dict[str, Any]:
+    """The mean parts of a step in ms, which add up to the step, and the share of it that is neither model nor attention."""
+    step_seconds = fmean(seconds for seconds, _ in steps)
+    means = {name: fmean(getattr(times, name) for _, times in steps) for name in asdict(steps[0][1])}
+    parts = means | {"model": means["model"] - means["attention"]}
+    parts["other"] = step_seconds - sum(parts.values())
     return {
         "step_parts_ms": {name: 1e3 * seconds for name, seconds in parts.items()},
-        "overhead_share": (total - parts["model"] - parts["attention"]) / total,
+        "overhead_share": 1 - means["model"] / step_seconds,
     }
 
 

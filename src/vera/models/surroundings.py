@@ -1,4 +1,4 @@
-"""Keeping transformers' notes, progress bars and warnings off the terminal."""
+"""What loading changes in its surroundings for a while: how much transformers says, and how many threads torch uses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from transformers.utils import logging as transformers_logging
 
 
@@ -24,3 +25,14 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For work that gives several threads little to share; on a busy machine, waiting for each other costs them seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
