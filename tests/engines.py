@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from tiny_models import tiny_model, tiny_tokenizer
 
+from tiny_models import tiny_model, tiny_tokenizer
 from vera.config import CacheConfig, EngineConfig
 from vera.engine.engine import Engine
 from vera.engine.request import Update
@@ -66,7 +66,13 @@ def make_engine(
     model = model or shared_model()
     spec = model.spec
     block_bytes = 2 * PAGE * spec.head_dim * 4 * spec.num_layers * spec.num_kv_heads
-    settings = {"page_size": PAGE, "page_dtype": "float32", "cache_max_bytes": blocks * block_bytes, "poison": True, **(cache or {})}
+    settings = {
+        "page_size": PAGE,
+        "page_dtype": "float32",
+        "cache_max_bytes": blocks * block_bytes,
+        "poison": True,
+        **(cache or {}),
+    }
     clock = {"clock": clock} if clock else {}
     return Engine(model, EngineConfig(cache=CacheConfig(**settings), **{"max_batch_tokens": 64, **config}), **clock)
 

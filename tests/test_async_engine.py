@@ -5,8 +5,8 @@ import threading
 import time
 
 import pytest
-from engines import greedy, make_engine, prompt_of, reference_tokens, tokens_of
 
+from engines import greedy, make_engine, prompt_of, reference_tokens, tokens_of
 from vera.engine.async_engine import AsyncEngine
 from vera.errors import EngineStopped, RequestError
 

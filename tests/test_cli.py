@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+
 from tiny_models import save_tiny, tiny_tokenizer
 
 

@@ -17,7 +17,10 @@ def test_python_example_runs(readme, capsys):
 
 
 def test_both_readmes_show_the_same_commands():
-    commands = [re.findall(r"^    ((?:make|vera) .*?)(?: {2,}#.*)?$", (ROOT / name).read_text(), re.M) for name in ("README.md", "README.zh-CN.md")]
+    commands = [
+        re.findall(r"^    ((?:make|vera) .*?)(?: {2,}#.*)?$", (ROOT / name).read_text(), re.M)
+        for name in ("README.md", "README.zh-CN.md")
+    ]
     assert commands[0] == commands[1] != []
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from engines import PAGE, FakeClock, answer, finish, greedy, loaded, make_engine, prompt_of, reference_tokens, tokens_of
 
+from engines import PAGE, FakeClock, answer, finish, greedy, loaded, make_engine, prompt_of, reference_tokens, tokens_of
 from vera.config import EngineConfig
 from vera.errors import CapacityError, ConfigError, EngineStopped, RequestError, RequestTooLong
 from vera.sampling_params import SamplingParams
@@ -46,12 +46,12 @@ def test_too_long_a_request_does_not_block_the_next():
 
 
 def test_served_length_above_the_cache_is_refused_with_both_numbers():
-    with pytest.raises(CapacityError, match="max_model_len=200 .* 128 tokens"):
+    with pytest.raises(CapacityError, match=r"max_model_len=200 .* 128 tokens"):
         make_engine(blocks=8, max_model_len=200)
 
 
 def test_served_length_above_the_model_is_refused_with_both_numbers():
-    with pytest.raises(CapacityError, match="max_model_len=5000 .* 4096 tokens"):
+    with pytest.raises(CapacityError, match=r"max_model_len=5000 .* 4096 tokens"):
         make_engine(blocks=400, max_model_len=5000)
 
 
@@ -168,7 +168,7 @@ def test_abort_frees_everything_in_every_phase(steps):
     ids = [engine.add_request(prompt_of(50, seed), greedy(20)) for seed in range(3)]
     for _ in range(steps):
         engine.step()
-    assert all([engine.abort(request_id) for request_id in ids])
+    assert [engine.abort(request_id) for request_id in ids] == [True] * 3
     updates = finish(engine)
     assert set(reasons(updates).values()) == {"abort"}
     assert engine.cache.used_bytes == 0
@@ -287,16 +287,16 @@ def test_cached_tokens_are_counted_at_admission_not_when_first_looked_up():
     engine = make_engine(blocks=10, max_num_seqs=2)
     stem = prompt_of(8 * PAGE)
     answer(engine, stem, greedy(1))
-    assert engine.cache.num_tokens_reusable(stem + (5,)) == 8 * PAGE
+    assert engine.cache.num_tokens_reusable((*stem, 5)) == 8 * PAGE
     hog = engine.add_request(prompt_of(5 * PAGE, 1), greedy(10))
     engine.step()  # takes the two free blocks and evicts some of the stem
-    waiting = engine.add_request(stem + (5,), greedy(3))
+    waiting = engine.add_request((*stem, 5), greedy(3))
     engine.step()
     assert engine.num_waiting == 1
-    left = engine.cache.num_tokens_reusable(stem + (5,))
+    left = engine.cache.num_tokens_reusable((*stem, 5))
     updates = finish(engine)
     assert 0 < updates[waiting][-1].num_cached_tokens <= left < 8 * PAGE  # the hog takes one block more before it ends
-    assert tokens_of(updates[waiting]) == reference_tokens(stem + (5,), 3)
+    assert tokens_of(updates[waiting]) == reference_tokens((*stem, 5), 3)
     assert reasons(updates)[hog] == "length"
 
 

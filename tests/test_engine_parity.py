@@ -3,9 +3,10 @@
 import random
 
 import pytest
-from engines import PAGE, answer, finish, greedy, make_engine, prompt_of, reference_tokens, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from engines import PAGE, answer, finish, greedy, make_engine, prompt_of, reference_tokens, tokens_of
 
 BACKENDS = ["reference", "cpu"]
 BORDERS = [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1]
@@ -113,6 +114,7 @@ def test_any_mixture_of_lengths_prefixes_arrivals_and_preemptions_answers_rightl
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_family_answers_like_transformers(family, backend):
     import torch
+
     from engines import loaded
     from tiny_models import tiny_model
 

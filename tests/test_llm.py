@@ -4,10 +4,10 @@ import gc
 import weakref
 
 import pytest
-from engines import greedy, prompt_of, reference_tokens, tokens_of
-from tiny_models import tiny_model, tiny_tokenizer
 
 import vera
+from engines import greedy, prompt_of, reference_tokens, tokens_of
+from tiny_models import tiny_model, tiny_tokenizer
 from vera import LLM, CacheConfig, SamplingParams
 from vera.errors import ConfigError, EngineStopped, RequestError
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,12 @@ def test_a_gguf_file_is_the_model_it_was_made_from(tmp_path):
     assert loaded.tokenizer.chat_template == CHATML
 
 
+def test_a_conversion_prints_nothing(file, capfd):
+    capfd.readouterr()
+    load_model(file)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_the_second_load_converts_nothing(file, monkeypatch):
     said: list[str] = []
     first = load_model(file, progress=said.append)
@@ -248,12 +255,16 @@ print(load_model(sys.argv[1], progress=lambda line: print(line, flush=True)).spe
 """
 
 
-def other_process(file: Path, home: Path, seconds: float) -> subprocess.Popen[str]:
+@contextmanager
+def other_process(file: Path, home: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
     """Loads `file` in a fresh interpreter that lingers for `seconds` between saving the weights and the rest."""
     environment = {**os.environ, "VERA_HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
-        [sys.executable, "-c", SLOW_SAVE, str(file), str(seconds)], env=environment, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", SLOW_SAVE, str(file), str(seconds)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def wait_for(line: str, process: subprocess.Popen[str]) -> None:
@@ -265,10 +276,9 @@ def wait_for(line: str, process: subprocess.Popen[str]) -> None:
 
 
 def test_a_killed_conversion_leaves_no_entry_and_does_not_block_the_next(file, home):
-    victim = other_process(file, home, 60)
-    wait_for("saved", victim)
-    victim.send_signal(signal.SIGKILL)
-    victim.communicate()
+    with other_process(file, home, 60) as victim:
+        wait_for("saved", victim)
+        victim.kill()
     assert not list((home / "models").glob("tiny-*"))
     load_model(file)
     (entry,) = entries(home)
@@ -276,14 +286,14 @@ def test_a_killed_conversion_leaves_no_entry_and_does_not_block_the_next(file, h
 
 
 def test_a_second_process_waits_for_the_first_and_uses_its_entry(file, home):
-    first = other_process(file, home, 2)
-    wait_for("saved", first)
-    said: list[str] = []
-    start = time.monotonic()
-    spec = load_model(file, progress=said.append).spec
-    assert time.monotonic() - start > 1
-    assert said == ["loading tiny"]
-    assert first.communicate()[0].split()[-1] == spec.weights_revision
+    with other_process(file, home, 3) as first:
+        wait_for("saved", first)
+        said: list[str] = []
+        start = time.monotonic()
+        spec = load_model(file, progress=said.append).spec
+        assert time.monotonic() - start > 1
+        assert said == ["loading tiny"]
+        assert first.communicate()[0].split()[-1] == spec.weights_revision
     assert len(entries(home)) == 1
 
 

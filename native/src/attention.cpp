@@ -49,14 +49,16 @@ class LayerRun {
         call_(call),
         type_(int(batch.tables().page_type)),
         shape_{batch.tables().page_size, batch.tables().head_dim, plan.group},
-        partials_(attention.partials_.reserve(size_t(plan.num_partials) * partial_floats(shape_.group, shape_.head_dim))),
+        partials_(attention.partials_.reserve(plan.partial_floats)),
         unfinished_(plan.runs.size()) {
     for (size_t i = 0; i < plan.runs.size(); i++) unfinished_[i].store(plan.runs[i].num_partials, std::memory_order_relaxed);
     const int threads = std::max(1, call.num_threads);
     if (int(attention.scratch_.size()) < threads) attention.scratch_.resize(size_t(threads));
+    const size_t decode_floats = decode_scratch_floats(plan.heads_per_item * plan.group, shape_.head_dim);
+    const size_t pages = size_t(plan.heads_per_item) * (kSpanTokens / shape_.page_size) + size_t(batch.tables().max_blocks);
     for (auto& scratch : attention.scratch_) {
-      scratch.floats.reserve(std::max(kPrefillScratchFloats, kDecodeScratchFloats));
-      if (int(scratch.pages.size()) < batch.tables().max_blocks) scratch.pages.resize(size_t(batch.tables().max_blocks));
+      scratch.floats.reserve(std::max(kPrefillScratchFloats, decode_floats));
+      if (scratch.pages.size() < pages) scratch.pages.resize(pages);
     }
   }
 
@@ -124,54 +126,61 @@ class LayerRun {
 
   PageRef first_page(const WorkItem& item) const {
     const int position = item.kind == WorkItem::Kind::kDecode ? item.begin : first_position(item);
-    return batch_.page(item.sequence, position / shape_.page_size, call_.layer, item.kv_head);
+    return batch_.page(item.sequence, position / shape_.page_size, call_.layer, item.first_head);
   }
 
   // The first position that a prefill item reads.
   int first_position(const WorkItem& item) const { return plan_.window == 0 ? 0 : std::max(0, item.begin + 1 - plan_.window); }
 
-  // Fills scratch.pages with those of the positions [begin, end) and returns their number.
+  // Fills scratch.pages with those of the positions [begin, end), [blocks][heads], and returns the number of blocks.
   int find_pages(const WorkItem& item, int begin, int end, Attention::ThreadScratch& scratch) const {
-    int count = 0;
-    for (int block = begin / shape_.page_size; block * shape_.page_size < end; block++)
-      scratch.pages[size_t(count++)] = batch_.page(item.sequence, block, call_.layer, item.kv_head);
-    return count;
+    const int first = begin / shape_.page_size, last = (end - 1) / shape_.page_size;
+    PageRef* page = scratch.pages.data();
+    for (int block = first; block <= last; block++)
+      for (int head = 0; head < item.num_heads; head++)
+        *page++ = batch_.page(item.sequence, block, call_.layer, item.first_head + head);
+    return last + 1 - first;
   }
 
   void decode(const WorkItem& item, PageRef next, Attention::ThreadScratch& scratch) {
     const int context = batch_.context(item.sequence);
-    if (item.end == context) write(item.sequence, item.kv_head, context - 1, context);
-    const int row = batch_.row(item.sequence, context - 1), first_head = item.kv_head * shape_.group;
+    if (item.end == context)
+      for (int head = 0; head < item.num_heads; head++) write(item.sequence, item.first_head + head, context - 1, context);
+    const int row = batch_.row(item.sequence, context - 1), first_query = item.first_head * shape_.group;
     const int skipped = item.begin / shape_.page_size * shape_.page_size;
+    const DecodeRun& run = plan_.runs[size_t(item.run)];
+    const int query_heads = run.num_heads * shape_.group;
+    float* partials = partials_ + run.partials;
+    find_pages(item, item.begin, item.end, scratch);
     DecodeSpan span;
     span.shape = shape_;
     span.options = call_.options;
+    span.kv_heads = item.num_heads;
     span.pages = scratch.pages.data();
-    span.num_pages = find_pages(item, item.begin, item.end, scratch);
     span.begin = item.begin - skipped;
     span.end = item.end - skipped;
     span.next = next;
-    span.query = call_.query.at(row, first_head);
+    span.query = call_.query.at(row, first_query);
     span.head_stride = call_.query.head_stride;
     span.scratch = scratch.floats.reserve(0);
-    span.partial = partial(item.partial);
+    span.partial = partials + size_t(item.partial) * partial_floats(query_heads, shape_.head_dim);
     attention_.kernels_.decode_span[type_](span);
 
-    const DecodeRun& run = plan_.runs[size_t(item.run)];
     // acquire and release: the last one sees the partial results of all the others.
     if (unfinished_[size_t(item.run)].fetch_sub(1, std::memory_order_acq_rel) == 1) {
       DecodeMerge merge;
-      merge.shape = shape_;
-      merge.partials = partial(run.first_partial);
+      merge.query_heads = query_heads;
+      merge.head_dim = shape_.head_dim;
+      merge.partials = partials;
       merge.num_partials = run.num_partials;
-      merge.sinks = sinks(first_head);
-      merge.output = output(row, first_head);
+      merge.sinks = sinks(first_query);
+      merge.output = output(row, first_query);
       attention_.kernels_.merge_decode(merge);
     }
   }
 
   void prefill(const WorkItem& item, Attention::ThreadScratch& scratch) {
-    const int row = batch_.row(item.sequence, item.begin), first_head = item.kv_head * shape_.group;
+    const int row = batch_.row(item.sequence, item.begin), first_query = item.first_head * shape_.group;
     const int begin = first_position(item);
     PrefillTile tile;
     tile.shape = shape_;
@@ -182,17 +191,16 @@ class LayerRun {
     tile.query_position = item.begin;
     tile.num_tokens = item.end - item.begin;
     tile.window = plan_.window;
-    tile.sinks = sinks(first_head);
-    tile.query = call_.query.at(row, first_head);
+    tile.sinks = sinks(first_query);
+    tile.query = call_.query.at(row, first_query);
     tile.token_stride = call_.query.token_stride;
     tile.head_stride = call_.query.head_stride;
     tile.scratch = scratch.floats.reserve(0);
-    tile.output = output(row, first_head);
+    tile.output = output(row, first_query);
     tile.output_token_stride = ptrdiff_t(call_.query_heads) * shape_.head_dim;
     attention_.kernels_.prefill_tile[type_](tile);
   }
 
-  float* partial(int index) const { return partials_ + size_t(index) * partial_floats(shape_.group, shape_.head_dim); }
   const float* sinks(int head) const { return call_.sinks == nullptr ? nullptr : call_.sinks + head; }
   float* output(int row, int head) const { return call_.output + (int64_t(row) * call_.query_heads + head) * shape_.head_dim; }
 

@@ -9,6 +9,9 @@ namespace vera {
 namespace {
 
 constexpr int64_t kItemBytes[] = {2, 2, 4};  // by PageType
+// What a decode item reads: enough to forget its overhead, little enough that all threads have work. KV heads are put together
+// up to here, because their pages of a block often lie side by side and long reads are the fast ones.
+constexpr int64_t kDecodeItemBytes = 256 * 1024;
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -99,6 +102,8 @@ Plan Batch::make_plan(int group, int window) const {
   Plan plan;
   plan.group = group;
   plan.window = window;
+  const int64_t head_bytes = 2 * kSpanTokens * (half_page_bytes_ / tables_.page_size);
+  plan.heads_per_item = int(std::clamp(kDecodeItemBytes / head_bytes, int64_t(1), int64_t(tables_.kv_heads)));
   for (int sequence = 0; sequence < tables_.sequences; sequence++) {
     if (new_tokens(sequence) == 1) plan_decode(plan, sequence);
     if (new_tokens(sequence) > 1) plan_prefill(plan, sequence);
@@ -109,25 +114,27 @@ Plan Batch::make_plan(int group, int window) const {
 
 void Batch::plan_decode(Plan& plan, int sequence) const {
   const int end = context(sequence), begin = first_visible(end - 1, plan.window);
-  for (int head = 0; head < tables_.kv_heads; head++) {
-    DecodeRun run{sequence, head, plan.num_partials, 0};
+  const int64_t token_bytes = 2 * (half_page_bytes_ / tables_.page_size);
+  for (int head = 0; head < tables_.kv_heads; head += plan.heads_per_item) {
+    DecodeRun run{sequence, head, std::min(plan.heads_per_item, tables_.kv_heads - head), plan.partial_floats, 0};
     for (int span = begin / kSpanTokens; span * kSpanTokens < end; span++) {
       WorkItem item{};
       item.kind = WorkItem::Kind::kDecode;
       item.sequence = sequence;
-      item.kv_head = head;
+      item.first_head = head;
+      item.num_heads = run.num_heads;
       item.begin = std::max(begin, span * kSpanTokens);
       item.end = std::min(end, (span + 1) * kSpanTokens);
       item.run = int(plan.runs.size());
-      item.partial = plan.num_partials++;
+      item.partial = run.num_partials++;
       // Reading one token takes about as long as ten rows of prefill work on it.
-      item.cost = 10 * int64_t(item.end - item.begin);
+      item.cost = 10 * int64_t(item.end - item.begin) * run.num_heads;
       plan.items.push_back(item);
-      run.num_partials++;
     }
     plan.runs.push_back(run);
+    plan.partial_floats += run.num_partials * partial_floats(run.num_heads * plan.group, tables_.head_dim);
   }
-  plan.decode_bytes += int64_t(end - begin) * tables_.kv_heads * 2 * (half_page_bytes_ / tables_.page_size);
+  plan.decode_bytes += int64_t(end - begin) * tables_.kv_heads * token_bytes;
 }
 
 void Batch::plan_prefill(Plan& plan, int sequence) const {
@@ -143,7 +150,8 @@ void Batch::plan_prefill(Plan& plan, int sequence) const {
       WorkItem item{};
       item.kind = WorkItem::Kind::kPrefill;
       item.sequence = sequence;
-      item.kv_head = head;
+      item.first_head = head;
+      item.num_heads = 1;
       item.begin = position;
       item.end = std::min(end, position + tile_tokens);
       item.cost = int64_t(item.end - first_visible(item.begin, plan.window)) * (item.end - item.begin) * plan.group;

@@ -27,17 +27,19 @@ struct BatchTables {
 // A piece of a layer's work for one thread.
 struct WorkItem {
   enum class Kind { kDecode, kPrefill } kind;
-  int sequence, kv_head;
-  int begin, end;  // decode: positions of the tokens read; prefill: positions of the query tokens
+  int sequence;
+  int first_head, num_heads;  // KV heads; prefill: one
+  int begin, end;             // decode: positions of the tokens read; prefill: positions of the query tokens
   int run;         // decode: index in Plan::runs
-  int partial;     // decode: index of the partial result
+  int partial;     // decode: index of the partial result in its run
   int64_t cost;    // relative
 };
 
-// The decode items of one (sequence, KV head): whoever finishes the last of them merges their results.
+// The decode items of one (sequence, some KV heads): whoever finishes the last of them merges their results.
 struct DecodeRun {
-  int sequence, kv_head;
-  int first_partial, num_partials;
+  int sequence, first_head, num_heads;
+  size_t partials;  // where the partial results begin, in floats
+  int num_partials;
 };
 
 // New tokens of a prefill that fall into one page; those of a decode are written by its last item.
@@ -52,7 +54,8 @@ struct Plan {
   std::vector<WriteItem> writes;
   std::vector<WorkItem> items;  // most expensive first
   std::vector<DecodeRun> runs;
-  int num_partials = 0;
+  size_t partial_floats = 0;
+  int heads_per_item = 1;    // most KV heads of a decode item
   int64_t decode_bytes = 0;  // keys and values that decode items read
 };
 

@@ -79,6 +79,31 @@ VERA_INLINE Vec exp_row(float* row, int columns, float reference) {
   return total;
 }
 
+// What one query head has summed so far.
+struct HeadState {
+  float* maximum;  // the largest logit
+  float* totals;   // [kWidth]: lane by lane, the sums of exp(logit - maximum)
+  float* output;   // [dims]: the values weighted by exp(logit - maximum)
+};
+
+// Turns the logits row[begin:end] of a page into weights, all others up to `columns` into 0, and brings what was summed before to
+// the new largest logit.
+VERA_INLINE void online_softmax(float* row, int begin, int end, int columns, float softcap, const HeadState& state, int dims) {
+  const int whole_columns = round_up(columns, kWidth);
+  if (softcap != 0) apply_softcap(row, whole_columns, softcap);
+  mask_row(row, begin, end, whole_columns);
+  const float before = *state.maximum, page_top = largest_of_row(row, whole_columns);
+  const float top = page_top > before ? page_top : before;
+  Vec total = load(state.totals);
+  if (top != before) {
+    const Vec factor = exp_of_nonpositive(broadcast(before - top));
+    for (int c = 0; c < dims; c += kWidth) store(state.output + c, load(state.output + c) * factor);
+    total = total * factor;
+    *state.maximum = top;
+  }
+  store(state.totals, total + exp_row(row, whole_columns, top));
+}
+
 // ---- writing
 
 template <class T>
@@ -124,7 +149,7 @@ VERA_INLINE void logits_block(const T* keys, const T* next, const float* query, 
     query += H;
   }
   for (int h = 0; h < H; h++)
-    for (int v = 0; v < V; v++) store(logits + h * kSpanTokens + v * kWidth, sums[h][v]);
+    for (int v = 0; v < V; v++) store(logits + h * kMaxPageSize + v * kWidth, sums[h][v]);
 }
 
 // Logits of the tokens [token, tokens) of one page; tokens is rounded up to whole vectors. `query` is [head_dim][H].
@@ -135,112 +160,118 @@ VERA_INLINE void page_logits(const T* keys, const T* next, const float* query, c
   if constexpr (V > 1) page_logits<T, H, V / 2>(keys, next, query, shape, token, tokens, logits);
 }
 
+// Adds the weighted values of `tokens` tokens to `V` vectors of dimensions for `H` heads; output rows are `dims` apart.
 template <class T, int H, int V, bool kHalfVector>
-VERA_INLINE void values_block(const T* values, const T* next, const float* weights, int head_dim, int tokens, float* output) {
-  const auto load_part = [](const auto* p) {
-    if constexpr (kHalfVector)
-      return load_half_vector(p);
-    else
-      return load(p);
-  };
+VERA_INLINE void values_block(const T* values, const T* next, const float* weights, int head_dim, int dims, int tokens, float* output) {
   Vec sums[H][V];
   for (int h = 0; h < H; h++)
-    for (int v = 0; v < V; v++) sums[h][v] = load_part(output + h * head_dim + v * kWidth);
+    for (int v = 0; v < V; v++) sums[h][v] = load(output + h * dims + v * kWidth);
   for (int t = 0; t < tokens; t++) {
     prefetch_block(next, V * kWidth);
     add_outer_product(
-        sums, [&](int h) { return broadcast(weights[h * kSpanTokens + t]); }, [&](int v) { return load_part(values + v * kWidth); });
+        sums, [&](int h) { return broadcast(weights[h * kMaxPageSize + t]); },
+        [&](int v) {
+          if constexpr (kHalfVector)
+            return load_half_vector(values + v * kWidth);
+          else
+            return load(values + v * kWidth);
+        });
     values += head_dim;
     next += head_dim;
   }
   for (int h = 0; h < H; h++)
-    for (int v = 0; v < V; v++) {
-      if constexpr (kHalfVector)
-        store_half_vector(output + h * head_dim + v * kWidth, sums[h][v]);
-      else
-        store(output + h * head_dim + v * kWidth, sums[h][v]);
-    }
+    for (int v = 0; v < V; v++) store(output + h * dims + v * kWidth, sums[h][v]);
 }
 
-// Adds the weighted values of `tokens` tokens, the dimensions from `dim` on, to output [H][head_dim].
+// The same for all dimensions from `dim` on.
 template <class T, int H, int V>
 VERA_INLINE void page_values(const T* values, const T* next, const float* weights, int head_dim, int dim, int tokens, float* output) {
+  const int dims = round_up(head_dim, kWidth);
   for (; dim + V * kWidth <= head_dim; dim += V * kWidth)
-    values_block<T, H, V, false>(values + dim, next + dim, weights, head_dim, tokens, output + dim);
+    values_block<T, H, V, false>(values + dim, next + dim, weights, head_dim, dims, tokens, output + dim);
   if constexpr (V > 1) {
     page_values<T, H, V / 2>(values, next, weights, head_dim, dim, tokens, output);
   } else if constexpr (kWidth == 16) {
-    if (dim < head_dim) values_block<T, H, 1, true>(values + dim, next + dim, weights, head_dim, tokens, output + dim);
+    if (dim < head_dim) values_block<T, H, 1, true>(values + dim, next + dim, weights, head_dim, dims, tokens, output + dim);
   }
 }
 
-// `H` heads of the group, from `first_head` on: all logits of the span, then their weights, then the values.
+// The part of a page's work that one pass of `H` heads does. `query` is [head_dim][H].
 template <class T, int H>
-void decode_heads(const DecodeSpan& span, int first_head) {
+void decode_page(const DecodeSpan& span, PageRef page, PageRef next, int begin, int end, const float* query, const HeadState& first,
+                 float* weights) {
   const Shape& shape = span.shape;
-  const int page_size = shape.page_size, head_dim = shape.head_dim;
-  float* weights = span.scratch;                 // [H][kSpanTokens]
-  float* query = weights + 8 * kSpanTokens;      // [head_dim][H]
-  float* maxima = span.partial + first_head;
-  float* sums = span.partial + shape.group + first_head;
-  float* output = span.partial + 2 * shape.group + ptrdiff_t(first_head) * head_dim;
-
-  for (int h = 0; h < H; h++)
-    for (int c = 0; c < head_dim; c++) query[c * H + h] = span.query[(first_head + h) * span.head_stride + c] * span.options.scale;
-
-  for (int i = 0; i < span.num_pages; i++) {
-    const T* keys = static_cast<const T*>(span.pages[i].keys);
-    const void* next = i + 1 < span.num_pages ? span.pages[i + 1].keys : span.pages[0].values;
-    const int tokens = least(page_size, span.end - i * page_size);
-    page_logits<T, H, block_vectors(H)>(keys, static_cast<const T*>(next), query, shape, 0, tokens, weights + i * page_size);
-  }
-
-  const int columns = round_up(span.end, kWidth);
+  const int dims = round_up(shape.head_dim, kWidth);
+  page_logits<T, H, block_vectors(H)>(static_cast<const T*>(page.keys), static_cast<const T*>(next.keys), query, shape, 0, end, weights);
   for (int h = 0; h < H; h++) {
-    float* row = weights + h * kSpanTokens;
-    if (span.options.softcap != 0) apply_softcap(row, columns, span.options.softcap);
-    mask_row(row, span.begin, span.end, columns);
-    maxima[h] = largest_of_row(row, columns);
-    sums[h] = sum(exp_row(row, columns, maxima[h]));
+    const HeadState state{first.maximum + h, first.totals + h * kWidth, first.output + h * dims};
+    online_softmax(weights + h * kMaxPageSize, begin, end, end, span.options.softcap, state, dims);
   }
-
-  for (int i = 0; i < H * head_dim; i++) output[i] = 0.0f;
-  for (int i = 0; i < span.num_pages; i++) {
-    const void* next = i + 1 < span.num_pages ? span.pages[i + 1].values : span.next.keys;
-    if (next == nullptr) next = span.pages[i].values;
-    const int begin = most(0, span.begin - i * page_size);
-    const int tokens = least(page_size, span.end - i * page_size) - begin;
-    const T* values = static_cast<const T*>(span.pages[i].values) + ptrdiff_t(begin) * head_dim;
-    page_values<T, H, block_vectors(H)>(values, static_cast<const T*>(next), weights + i * page_size + begin, head_dim, 0, tokens, output);
-  }
+  const T* values = static_cast<const T*>(page.values) + ptrdiff_t(begin) * shape.head_dim;
+  page_values<T, H, block_vectors(H)>(values, static_cast<const T*>(next.values), weights + begin, shape.head_dim, 0, end - begin,
+                                      first.output);
 }
 
 template <class T>
+using DecodePage = void (*)(const DecodeSpan&, PageRef, PageRef, int, int, const float*, const HeadState&, float*);
+
+template <class T>
+constexpr DecodePage<T> kDecodePage[] = {nullptr,           decode_page<T, 1>, decode_page<T, 2>, decode_page<T, 3>, decode_page<T, 4>,
+                                         decode_page<T, 5>, decode_page<T, 6>, decode_page<T, 7>, decode_page<T, 8>};
+
+// Pages in the order in which they lie in memory if the pool is filled in order: block by block, head by head, keys before values.
+template <class T>
 void decode_span(const DecodeSpan& span) {
-  const int group = span.shape.group;
-  // More than 8 heads go in passes of nearly equal size; the later ones find the span in the L2 cache.
-  const int passes = (group + 7) / 8;
-  int head = 0;
-  for (int pass = 0; pass < passes; pass++) {
-    const int heads = (group - head + passes - pass - 1) / (passes - pass);
-    switch (heads) {
-      case 1: decode_heads<T, 1>(span, head); break;
-      case 2: decode_heads<T, 2>(span, head); break;
-      case 3: decode_heads<T, 3>(span, head); break;
-      case 4: decode_heads<T, 4>(span, head); break;
-      case 5: decode_heads<T, 5>(span, head); break;
-      case 6: decode_heads<T, 6>(span, head); break;
-      case 7: decode_heads<T, 7>(span, head); break;
-      default: decode_heads<T, 8>(span, head); break;
+  const Shape& shape = span.shape;
+  const int group = shape.group, head_dim = shape.head_dim, page_size = shape.page_size;
+  const int query_heads = span.kv_heads * group, dims = round_up(head_dim, kWidth);
+  // More than 8 heads of a group go in passes of nearly equal size; the later ones find the page in the cache.
+  const int passes = (group + 7) / 8, pass_heads = (group + passes - 1) / passes;
+  float* weights = span.scratch;                    // [8][kMaxPageSize]
+  float* query = weights + 8 * kMaxPageSize;        // passes of [head_dim][heads]
+  float* output = query + query_heads * head_dim;   // [query_heads][dims]
+  float* totals = output + query_heads * dims;      // [query_heads][kWidth]
+  float* maxima = totals + query_heads * kWidth;    // [query_heads]
+
+  for (int i = 0; i < query_heads * dims; i++) output[i] = 0.0f;
+  for (int i = 0; i < query_heads * kWidth; i++) totals[i] = 0.0f;
+  for (int head = 0; head < query_heads; head++) {
+    maxima[head] = kMinusInfinity;
+    const int in_group = head % group, first = head - in_group % pass_heads;
+    const int heads = least(pass_heads, group - (first % group));
+    const float* source = span.query + head * span.head_stride;
+    float* packed = query + ptrdiff_t(first) * head_dim + (head - first);
+    for (int c = 0; c < head_dim; c++) packed[c * heads] = source[c] * span.options.scale;
+  }
+
+  const int blocks = (span.end + page_size - 1) / page_size;
+  for (int block = 0; block < blocks; block++) {
+    const int begin = most(0, span.begin - block * page_size), end = least(page_size, span.end - block * page_size);
+    for (int kv_head = 0; kv_head < span.kv_heads; kv_head++) {
+      const int index = block * span.kv_heads + kv_head;
+      const PageRef page = span.pages[index];
+      PageRef next = index + 1 < blocks * span.kv_heads ? span.pages[index + 1] : span.next;
+      if (next.keys == nullptr) next = page;
+      for (int in_group = 0; in_group < group; in_group += pass_heads) {
+        const int head = kv_head * group + in_group;
+        const HeadState first{maxima + head, totals + head * kWidth, output + head * dims};
+        kDecodePage<T>[least(pass_heads, group - in_group)](span, page, next, begin, end, query + head * head_dim, first, weights);
+      }
     }
-    head += heads;
+  }
+
+  for (int head = 0; head < query_heads; head++) {
+    span.partial[head] = maxima[head];
+    span.partial[query_heads + head] = sum(load(totals + head * kWidth));
+    float* values = span.partial + 2 * query_heads + ptrdiff_t(head) * head_dim;
+    for (int c = 0; c < head_dim; c++) values[c] = output[head * dims + c];
   }
 }
 
 void merge_decode(const DecodeMerge& merge) {
-  const int group = merge.shape.group, head_dim = merge.shape.head_dim;
-  const size_t stride = partial_floats(group, head_dim);
-  for (int h = 0; h < group; h++) {
+  const int query_heads = merge.query_heads, head_dim = merge.head_dim;
+  const size_t stride = partial_floats(query_heads, head_dim);
+  for (int h = 0; h < query_heads; h++) {
     float top = merge.sinks != nullptr ? merge.sinks[h] : kMinusInfinity;
     for (int i = 0; i < merge.num_partials; i++) {
       const float partial_top = merge.partials[i * stride + h];
@@ -251,9 +282,9 @@ void merge_decode(const DecodeMerge& merge) {
     for (int c = 0; c < head_dim; c++) output[c] = 0.0f;
     for (int i = 0; i < merge.num_partials; i++) {
       const float* partial = merge.partials + i * stride;
-      const float* values = partial + 2 * group + ptrdiff_t(h) * head_dim;
+      const float* values = partial + 2 * query_heads + ptrdiff_t(h) * head_dim;
       const float factor = exp_of_nonpositive(partial[h] - top);
-      total += factor * partial[group + h];
+      total += factor * partial[query_heads + h];
       for (int c = 0; c < head_dim; c++) output[c] += factor * values[c];
     }
     for (int c = 0; c < head_dim; c++) output[c] /= total;
@@ -354,27 +385,12 @@ VERA_INLINE void load_values(const T* values, int tokens, int head_dim, float* t
   }
 }
 
-// Turns the logits of one row over one page into weights, and brings what was summed before to the new largest logit.
-VERA_INLINE void online_softmax(const PrefillTile& tile, TileState& state, int row, int page_position, int columns) {
-  float* weights = state.weights + ptrdiff_t(row) * kWeightStride;
+VERA_INLINE void weigh_row(const PrefillTile& tile, TileState& state, int row, int page_position, int columns) {
   const int position = tile.query_position + row / tile.shape.group;
-  const int end = least(columns, position + 1 - page_position);
-  const int begin = tile.window == 0 ? 0 : least(columns, most(0, position + 1 - tile.window - page_position));
-  const int whole_columns = round_up(columns, kWidth);
-  if (tile.options.softcap != 0) apply_softcap(weights, whole_columns, tile.options.softcap);
-  mask_row(weights, begin, most(0, end), whole_columns);
-
-  const float before = state.maxima[row], page_top = largest_of_row(weights, whole_columns);
-  const float top = page_top > before ? page_top : before;
-  Vec total = load(state.totals + row * kWidth);
-  if (top != before) {
-    const Vec factor = exp_of_nonpositive(broadcast(before - top));
-    float* output = state.output + ptrdiff_t(row) * state.output_stride;
-    for (int c = 0; c < state.output_stride; c += kWidth) store(output + c, load(output + c) * factor);
-    total = total * factor;
-    state.maxima[row] = top;
-  }
-  store(state.totals + row * kWidth, total + exp_row(weights, whole_columns, top));
+  const int end = most(0, least(columns, position + 1 - page_position));
+  const int begin = tile.window == 0 ? 0 : most(0, least(columns, position + 1 - tile.window - page_position));
+  const HeadState head{state.maxima + row, state.totals + row * kWidth, state.output + ptrdiff_t(row) * state.output_stride};
+  online_softmax(state.weights + ptrdiff_t(row) * kWeightStride, begin, end, columns, tile.options.softcap, head, state.output_stride);
 }
 
 template <class T>
@@ -390,7 +406,7 @@ void prefill_tile(const PrefillTile& tile) {
       const int first_row = block * kBlockRows;
       product<kBlockVectors, false>(state.query + ptrdiff_t(first_row) * shape.head_dim, 1, kBlockRows, state.keys, shape.page_size,
                                     shape.head_dim, state.weights + ptrdiff_t(first_row) * kWeightStride, kWeightStride, 0, columns);
-      for (int row = first_row; row < least(first_row + kBlockRows, state.rows); row++) online_softmax(tile, state, row, page_position, columns);
+      for (int row = first_row; row < least(first_row + kBlockRows, state.rows); row++) weigh_row(tile, state, row, page_position, columns);
     }
     load_values(static_cast<const T*>(tile.pages[i].values), columns, shape.head_dim, state.values, state.output_stride);
     for (int block = 0; block < state.blocks; block++) {

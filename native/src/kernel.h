@@ -12,7 +12,7 @@ constexpr int kMaxPageSize = 128;
 constexpr int kMaxGroup = 64;
 // Decode work is cut at multiples of this many tokens, whatever the batch and the number of threads: a sequence's result
 // is always the same sum in the same order.
-constexpr int kSpanTokens = 512;
+constexpr int kSpanTokens = 256;
 // Query rows (tokens x query heads of a group) that share one pass over the pages in prefill.
 constexpr int kTileRows = 96;
 
@@ -35,34 +35,37 @@ struct LogitOptions {
   float softcap;  // 0: none
 };
 
-// One query token against some neighbouring pages of its sequence.
+// One query token against some neighbouring blocks of its sequence, for some neighbouring KV heads.
 struct DecodeSpan {
   Shape shape;
   LogitOptions options;
-  const PageRef* pages;
-  int num_pages;
-  int begin, end;         // the tokens that take part, counted from the start of pages[0]
-  PageRef next;           // read after this span, to be prefetched; null pointers: none
-  const float* query;     // [group] rows
+  int kv_heads;
+  const PageRef* pages;  // [blocks][kv_heads]
+  int begin, end;        // the tokens that take part, counted from the start of the first block
+  PageRef next;          // read after this span, to be prefetched; null pointers: none
+  const float* query;    // [kv_heads * group] rows
   ptrdiff_t head_stride;  // floats between them
   float* scratch;         // decode_scratch_floats
   float* partial;         // out, see partial_floats
 };
 
-// A softmax over part of the tokens: per head the largest logit, the sum of exp(logit - largest), and the values weighted so.
-// Laid out as maxima [group], sums [group], values [group][head_dim].
-constexpr size_t partial_floats(int group, int head_dim) { return size_t(group) * (2 + size_t(head_dim)); }
+constexpr size_t decode_scratch_floats(int query_heads, int head_dim) {
+  const size_t padded_dim = size_t(head_dim) + 16;
+  return size_t(query_heads) * (2 * padded_dim + 16 + 1)  // queries, output, sums, maxima
+         + 8 * size_t(kMaxPageSize) + 64;                 // weights of one page
+}
 
-// Weights, padded queries and accumulators of one group.
-constexpr size_t kDecodeScratchFloats = 8 * (size_t(kSpanTokens) + 2 * kMaxHeadDim) + 64;
+// A softmax over part of the tokens: per head the largest logit, the sum of exp(logit - largest), and the values weighted so.
+// Laid out as maxima [query_heads], sums [query_heads], values [query_heads][head_dim].
+constexpr size_t partial_floats(int query_heads, int head_dim) { return size_t(query_heads) * (2 + size_t(head_dim)); }
 
 // The partial results of one query token, in token order, to its output.
 struct DecodeMerge {
-  Shape shape;
+  int query_heads, head_dim;
   const float* partials;  // num_partials of them, one after another
   int num_partials;
-  const float* sinks;  // [group] or null
-  float* output;       // [group][head_dim]
+  const float* sinks;  // [query_heads] or null
+  float* output;       // [query_heads][head_dim]
 };
 
 // Some neighbouring query tokens of a sequence, all heads of one group, against all their pages.

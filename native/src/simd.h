@@ -44,7 +44,6 @@ VERA_INLINE Vec load_half_vector(const BFloat16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 VERA_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
-VERA_INLINE void store_half_vector(float* p, Vec x) { _mm512_mask_storeu_ps(p, 0xff, x); }
 VERA_INLINE void store(Half* p, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

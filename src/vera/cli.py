@@ -31,7 +31,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure this machine: every run in a process of its own, baselines in the same call.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure this machine: every run in a process of its own, baselines in the same call.", no_args_is_help=True
+)
 app.add_typer(bench, name="bench")
 
 _stderr = Console(stderr=True)
@@ -160,7 +162,9 @@ def demo(
         from vera.models import load_model
 
         loaded = load_model(model)
-    result = run_demo(loaded, context=context, max_tokens=max_tokens, num_threads=threads, console=_stderr if as_json else Console())
+    result = run_demo(
+        loaded, context=context, max_tokens=max_tokens, num_threads=threads, console=_stderr if as_json else Console()
+    )
     if as_json:
         _print_json(result)
 

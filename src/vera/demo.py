@@ -28,9 +28,7 @@ QUESTIONS = (
 )
 
 
-def run_demo(
-    model: LoadedModel, *, context: int, max_tokens: int, num_threads: int | None, console: Console
-) -> dict[str, Any]:
+def run_demo(model: LoadedModel, *, context: int, max_tokens: int, num_threads: int | None, console: Console) -> dict[str, Any]:
     """Streams the answers to `console` and ends with a table; returns the table's figures, JSON-ready."""
     assert model.tokenizer is not None
     document = document_excerpt(model.tokenizer, context)

@@ -129,7 +129,7 @@ class LLM:
         progress: bool = False,
         **template: Any,
     ) -> list[Output]:
-        """The same for conversations, each a list of `{"role": ..., "content": ...}`. Further keywords go to the chat template."""
+        """The same for conversations, each a list of `{"role": ..., "content": ...}`. `template` goes to the chat template."""
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts = [encode_chat(self._tokenizer, conversation, **template) for conversation in conversations]  # type: ignore[arg-type]
         return self._complete(prompts, params, progress=progress)

@@ -15,7 +15,7 @@ MAX_N = 64
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Validated on construction; frozen afterwards. The order of the steps is: penalties and bias, temperature, top-k, top-p, min-p."""
+    """Validated on construction; frozen afterwards. Order: bias and penalties, temperature, top-k, top-p, min-p."""
 
     temperature: float = 0.0
     """0 is greedy; at most 10."""
@@ -58,8 +58,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Lists are what people and JSON give; the frozen object holds tuples.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
+        given: Any = self.stop
+        object.__setattr__(self, "stop", (given,) if isinstance(given, str) else tuple(given))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         _number("temperature", self.temperature, 0, 10)
@@ -112,7 +112,12 @@ class SamplingParams:
 
 
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and (low < value if above else low <= value) and value <= high
+    fits = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (low < value if above else low <= value)
+        and value <= high
+    )
     if not fits:
         raise ConfigError(f"{name}={value!r} is outside {'(' if above else '['}{low}, {high}]")
 

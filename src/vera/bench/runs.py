@@ -74,12 +74,20 @@ def _prepare(bench: Bench, *, new_tokens: int) -> Outcome:
 
 def _arguments(bench: Bench, prepared: Mapping[str, Any]) -> dict[str, Outcome]:
     """What each subject is called with, in the order in which they run."""
-    common = {"model": bench.model, "token_ids": prepared["token_ids"], "num_threads": bench.threads}
-    own = {"page_dtype": bench.page_dtype, "max_batch_tokens": bench.max_batch_tokens, "seed": bench.seed}
-    arguments = {name: common | own | {"cache": name} for name in bench.caches}
-    for name in bench.baselines:
-        arguments[name] = common | ({"f16_path": prepared["f16_path"]} if name == "llama.cpp" else {})
-    return arguments
+    common = {"token_ids": prepared["token_ids"], "num_threads": bench.threads}
+    own = {
+        "model": bench.model,
+        "page_dtype": bench.page_dtype,
+        "max_batch_tokens": bench.max_batch_tokens,
+        "seed": bench.seed,
+    }
+    baselines = {
+        "transformers": {"folder": prepared["folder"]},
+        "llama.cpp": {"model": bench.model, "f16_path": prepared["f16_path"]},
+    }
+    return {name: common | own | {"cache": name} for name in bench.caches} | {
+        name: common | baselines[name] for name in bench.baselines
+    }
 
 
 def _run_in_turns(bench: Bench, kind: str, arguments: Mapping[str, Outcome]) -> dict[str, Outcome]:

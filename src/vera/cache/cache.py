@@ -45,7 +45,7 @@ class PagedCache:
     """Exact pages in one pool, shared between sequences by prefix."""
 
     def __init__(self, shape: CacheShape, config: CacheConfig, *, identity: str) -> None:
-        """`identity` is everything besides tokens and page format that makes keys and values differ: weights and rope settings."""
+        """`identity` is what makes keys and values differ besides tokens and page format: weights and rope settings."""
         self.config = config
         self.shape = shape
         self.pool = PagePool(shape, config)

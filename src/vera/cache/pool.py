@@ -65,9 +65,7 @@ class PagePool:
             )
         num_pages = self.num_blocks * shape.layers * shape.kv_heads
         try:
-            self.pages = torch.empty(
-                (num_pages, 2, config.page_size * shape.head_dim), dtype=PAGE_DTYPES[config.page_dtype]
-            )
+            self.pages = torch.empty((num_pages, 2, config.page_size * shape.head_dim), dtype=PAGE_DTYPES[config.page_dtype])
         except RuntimeError as error:
             raise CapacityError(
                 f"{self.capacity_bytes / _MIB:.0f} MiB for the cache cannot be had; lower cache_max_size_ratio or cache_max_bytes"

@@ -65,7 +65,8 @@ class AsyncEngine:
                 )
             )
             # Registered on the engine's thread, so before the step that can bring the first update.
-            self._streams[added[0]] = queue = asyncio.Queue()
+            queue: asyncio.Queue[Update | EngineStopped] = asyncio.Queue()
+            self._streams[added[0]] = queue
             return queue
 
         finished = False
@@ -178,8 +179,12 @@ class AsyncEngine:
         for _, future in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(stopped)
-        self._on_loop(lambda: [queue.put_nowait(stopped) for queue in self._streams.values()])
+        self._on_loop(lambda: self._end_streams(stopped))
         self._engine.close()
+
+    def _end_streams(self, stopped: EngineStopped) -> None:
+        for queue in self._streams.values():
+            queue.put_nowait(stopped)
 
     def _on_loop(self, function: Callable[[], Any]) -> None:
         assert self._loop is not None

@@ -65,4 +65,4 @@ class Runner:
 
         logits = self._model.forward(torch.tensor(token_ids), torch.tensor(positions), torch.tensor(ends + prompts), attend)
         lengths = [len(prompt_rows(chunk)) for chunk in chunks]
-        return StepLogits(logits[: len(ends)], list(logits[len(ends) :].split(lengths)))
+        return StepLogits(logits[: len(ends)], list(torch.split(logits[len(ends) :], lengths)))

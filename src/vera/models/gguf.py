@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import io
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def _writing(folder: Path) -> Iterator[None]:
 def _only_process(folder: Path) -> Iterator[None]:
     """One process at a time works on `folder`; the lock goes with its holder, even one that was killed."""
     with folder.with_name(f".{folder.name}.lock").open("w") as lock:
-        pass
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -117,7 +118,8 @@ def _convert_into(folder: Path, file: Path, dtype: str) -> None:
     """Under the lock: what a killed process left under the scratch name is dead, and so is a `folder` that is not whole."""
     scratch = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
-    module, tokenizer = _read_gguf(file, dtype)
+    with redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
+        module, tokenizer = _read_gguf(file, dtype)
     try:
         scratch.mkdir()
         module.save_pretrained(scratch)

@@ -12,9 +12,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor, nn
 
 try:
-    from vera import _native
-except ImportError:  # no compiler when Vera was installed; vera.attention says so
-    _native = None
+    from vera._native import linear as _linear
+except ImportError:  # there was no compiler when Vera was installed; vera.attention says so
+    _KERNEL = None
+else:
+    _KERNEL = _linear
 
 MAX_ROWS = 64
 """From more rows on torch's product is faster."""
@@ -27,10 +29,10 @@ class FewRowsLinear(nn.Linear):
         rows = input.numel() // self.in_features
         weight, bias = self.weight, self.bias
         # The layer is the caller's too, who may have moved or converted it since.
-        if not 0 < rows <= MAX_ROWS or torch.is_grad_enabled() or not _suits(self) or not _fits(input):
+        if _KERNEL is None or not 0 < rows <= MAX_ROWS or torch.is_grad_enabled() or not _suits(self) or not _fits(input):
             return F.linear(input, weight, bias)
         output = torch.empty(*input.shape[:-1], self.out_features)
-        _native.linear(
+        _KERNEL(
             input.data_ptr(),
             weight.data_ptr(),
             0 if bias is None else bias.data_ptr(),
@@ -45,7 +47,7 @@ class FewRowsLinear(nn.Linear):
 
 def speed_up_linear(module: nn.Module) -> int:
     """Gives every plain float32 linear layer on the CPU the kernel, in place; returns how many. Weights and names stay."""
-    if _native is None:
+    if _KERNEL is None:
         return 0
     chosen = [layer for layer in module.modules() if type(layer) is nn.Linear and _suits(layer)]
     for layer in chosen:

@@ -13,6 +13,7 @@ from vera.errors import ConfigError, ModelNotFound
 from vera.models.folder import CONFIG_FILE, read_module, read_tokenizer
 from vera.models.gate import check_class, check_config
 from vera.models.gguf import GGUF_SUFFIX, converted_folder, embedded_file
+from vera.models.linear import speed_up_linear
 from vera.models.loaded import LoadedModel
 from vera.models.probe import probe
 from vera.models.spec import ModelSpec, weight_bytes, weights_revision
@@ -85,6 +86,7 @@ def _what_is_there(path: Path) -> str:
 
 def _admit(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LoadedModel:
     """The probe, and what it and the config say about the model."""
+    speed_up_linear(module)
     geometry = probe(module, name)
     config = module.config
     spec = ModelSpec(

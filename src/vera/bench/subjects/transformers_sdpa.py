@@ -1,4 +1,7 @@
-"""The baseline `transformers`: the same float32 weights, its `DynamicCache` and SDPA, in a plain greedy loop."""
+"""The baseline `transformers`: the same float32 weights, its `DynamicCache` and SDPA, in a plain greedy loop.
+
+It is loaded by transformers alone: nothing that Vera changes in a model must be in it.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,25 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from vera.bench.statistics import decode_figures
 from vera.bench.subjects import WARMUP_PROMPT_TOKENS, WARMUP_STEPS
-from vera.models import load_model
+from vera.models.surroundings import quiet_transformers
 
 _MIB = 2**20
 _MIN_STEPS = 3
 
 
 def decode(
-    *, model: str, token_ids: list[int], batch: int, new_tokens: int, num_threads: int, step_budget_seconds: float
+    *, folder: str, token_ids: list[int], batch: int, new_tokens: int, num_threads: int, step_budget_seconds: float
 ) -> dict[str, Any]:
     """Decodes `new_tokens` steps, or as many as `step_budget_seconds` allows, but at least three.
 
     The prompt is prefilled once and its cache copied to each sequence. If memory cannot hold `batch` of them, fewer are run:
     "batch" says how many.
     """
-    runner = _Runner(model, num_threads)
+    runner = _Runner(folder, num_threads)
     batch = min(batch, runner.batch_that_fits(len(token_ids) + new_tokens + WARMUP_STEPS))
     start = time.perf_counter()
     tokens = runner.prefill(token_ids)
@@ -52,9 +56,9 @@ def decode(
     }
 
 
-def prefill(*, model: str, token_ids: list[int], num_threads: int) -> dict[str, Any]:
+def prefill(*, folder: str, token_ids: list[int], num_threads: int) -> dict[str, Any]:
     """The whole prompt in one call, logits of the last token only, after a short warm-up."""
-    runner = _Runner(model, num_threads)
+    runner = _Runner(folder, num_threads)
     runner.prefill(token_ids[:WARMUP_PROMPT_TOKENS])
     start = time.perf_counter()
     token = runner.prefill(token_ids)
@@ -70,16 +74,15 @@ def prefill(*, model: str, token_ids: list[int], num_threads: int) -> dict[str, 
 class _Runner:
     """A transformers model and the cache of the prompt that it prefilled last."""
 
-    def __init__(self, source: str, num_threads: int) -> None:
-        from transformers import DynamicCache
-
+    def __init__(self, folder: str, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
-        self._model = load_model(source).module
-        self._model.set_attn_implementation("sdpa")
+        with quiet_transformers():
+            self._model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            )
         # transformers 5.24 renamed the argument.
         names = inspect.signature(self._model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
-        self._new_cache = DynamicCache
         self._cache: Any = None
 
     def batch_that_fits(self, num_tokens: int) -> int:
@@ -98,7 +101,7 @@ class _Runner:
 
     def prefill(self, token_ids: list[int]) -> Tensor:
         """Computes the prompt into a new cache; returns the next token, `[1]`."""
-        self._cache = self._new_cache(config=self._model.config)
+        self._cache = DynamicCache(config=self._model.config)
         return self._forward(torch.tensor([token_ids]))
 
     def step(self, tokens: Tensor) -> Tensor:
