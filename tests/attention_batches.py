@@ -87,10 +87,9 @@ def make_case(
         options=options or LayerAttention(scale=head_dim**-0.5),
     )
     for index, (length, new) in enumerate(sequences):
-        for position in range(length - new):
-            block = int(block_tables[index, position // page_size])
-            for head in range(kv_heads):
-                slot, offset = int(page_table[block, LAYER, head]), position % page_size
-                pages[slot, 0].view(head_dim, page_size)[:, offset] = random(head_dim).to(dtype)
-                pages[slot, 1].view(page_size, head_dim)[offset] = random(head_dim).to(dtype)
+        positions = torch.arange(length - new)
+        blocks_of = block_tables[index, positions // page_size].long()
+        at, offsets = page_table[blocks_of, LAYER].long(), (positions % page_size)[:, None]
+        pages[:, 0].view(-1, head_dim, page_size)[at, :, offsets] = random(length - new, kv_heads, head_dim).to(dtype)
+        pages[:, 1].view(-1, page_size, head_dim)[at, offsets] = random(length - new, kv_heads, head_dim).to(dtype)
     return case

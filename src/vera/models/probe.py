@@ -169,10 +169,10 @@ def _options(module: nn.Module, head_dim: int, arguments: dict[str, Any]) -> Lay
 
 
 def _observed_calls(module: PreTrainedModel) -> list[_LayerCall]:
-    """The calls of one sequence's run through the decoder, each checked against its mask."""
+    """The calls of one sequence's run up to the output head, each checked against its mask."""
     observer, tokens = _Observer(), _MIN_PROBE_TOKENS
     with _attention(module, _PROBE_ATTENTION):
-        module.get_decoder()(**_inputs(_ids(module, tokens), torch.arange(tokens)), vera_observer=observer)  # type: ignore[no-untyped-call]
+        module.base_model(**_inputs(_ids(module, tokens), torch.arange(tokens)), vera_observer=observer)
     for call in observer.calls:
         _check_mask(call)
     return observer.calls
