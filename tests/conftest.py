@@ -3,7 +3,9 @@
 import os
 
 import pytest
-import torch
+
+import vera  # noqa: F401  # isort: skip - before torch: it sets how the threads of torch wait
+import torch  # isort: skip
 
 torch.set_num_threads(1)
 

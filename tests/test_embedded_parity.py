@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from engines import greedy, tokens_of
 from vera.attention import make_backend
@@ -38,10 +40,11 @@ def prompts(model):
 
 @pytest.fixture(scope="module")
 def transformers_model():
-    """The same weights in a module of its own, with transformers' own attention and cache."""
-    module = load_model("embedded").module
-    module.set_attn_implementation("sdpa")
-    return module
+    """The same weights in a module of its own, with nothing of Vera's in it."""
+    folder = load_model("embedded").module.name_or_path
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    assert {type(layer) for layer in module.modules() if isinstance(layer, nn.Linear)} == {nn.Linear}
+    return module.eval()
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ namespace vera {
 namespace {
 
 constexpr std::align_val_t kAlignment{64};
+// Less work than this is done sooner than other threads are woken.
+constexpr int64_t kSerialNanoseconds = 8000;
 
 // A counter that threads take their work from.
 class Tickets {
@@ -52,8 +54,7 @@ class LayerRun {
         partials_(attention.partials_.reserve(plan.partial_floats)),
         unfinished_(plan.runs.size()) {
     for (size_t i = 0; i < plan.runs.size(); i++) unfinished_[i].store(plan.runs[i].num_partials, std::memory_order_relaxed);
-    const int threads = std::max(1, call.num_threads);
-    if (int(attention.scratch_.size()) < threads) attention.scratch_.resize(size_t(threads));
+    if (int(attention.scratch_.size()) < plan.num_threads) attention.scratch_.resize(size_t(plan.num_threads));
     const size_t decode_floats = decode_scratch_floats(plan.heads_per_item * plan.group, shape_.head_dim);
     const size_t pages = size_t(plan.heads_per_item) * (kSpanTokens / shape_.page_size) + size_t(batch.tables().max_blocks);
     for (auto& scratch : attention.scratch_) {
@@ -76,9 +77,9 @@ class LayerRun {
 
   void parallel(size_t num_items, void (LayerRun::*work)(Phase& phase, int thread)) {
     Phase phase{this, work, {}, {}};
-    const int threads = int(std::min(num_items, size_t(std::max(1, call_.num_threads))));
+    const int useful_threads = plan_.cost < kSerialNanoseconds ? 1 : plan_.num_threads;
     run_parallel(
-        threads,
+        int(std::min(num_items, size_t(useful_threads))),
         [](void* argument) {
           Phase& shared = *static_cast<Phase*>(argument);
           (shared.run->*shared.work)(shared, shared.threads.take());
@@ -162,7 +163,7 @@ class LayerRun {
     span.next = next;
     span.query = call_.query.at(row, first_query);
     span.head_stride = call_.query.head_stride;
-    span.scratch = scratch.floats.reserve(0);
+    span.scratch = scratch.floats.data();
     span.partial = partials + size_t(item.partial) * partial_floats(query_heads, shape_.head_dim);
     attention_.kernels_.decode_span[type_](span);
 
@@ -195,7 +196,7 @@ class LayerRun {
     tile.query = call_.query.at(row, first_query);
     tile.token_stride = call_.query.token_stride;
     tile.head_stride = call_.query.head_stride;
-    tile.scratch = scratch.floats.reserve(0);
+    tile.scratch = scratch.floats.data();
     tile.output = output(row, first_query);
     tile.output_token_stride = ptrdiff_t(call_.query_heads) * shape_.head_dim;
     attention_.kernels_.prefill_tile[type_](tile);
@@ -219,13 +220,14 @@ void Attention::attend(Batch& batch, const LayerCall& call) {
   const auto start = std::chrono::steady_clock::now();
   const BatchTables& tables = batch.tables();
   if (call.layer < 0 || call.layer >= tables.layers)
-    throw std::out_of_range("layer=" + std::to_string(call.layer) + " is outside the " + std::to_string(tables.layers) + " layers of page_table");
+    throw std::out_of_range("layer=" + std::to_string(call.layer) + " is outside the " + std::to_string(tables.layers) +
+                            " layers of page_table");
   const int group = call.query_heads / tables.kv_heads;
   if (group * tables.kv_heads != call.query_heads || group < 1 || group > kMaxGroup)
     throw std::invalid_argument(std::to_string(call.query_heads) + " query heads for " + std::to_string(tables.kv_heads) +
                                 " KV heads: the cpu backend needs a whole multiple of at most " + std::to_string(kMaxGroup));
   batch.check_present(call.layer, call.window);
-  const Plan& plan = batch.plan(group, call.window);
+  const Plan& plan = batch.plan(group, call.window, std::max(1, call.num_threads));
   if (plan.items.empty()) return;
   LayerRun(*this, batch, plan, call).run();
 

@@ -41,7 +41,9 @@ struct Counters {
 // Memory that grows and is never initialised.
 class FloatBuffer {
  public:
+  // Room for `count` floats; what was there is lost if it has to grow.
   float* reserve(size_t count);
+  float* data() const { return data_.get(); }
 
  private:
   struct Free {

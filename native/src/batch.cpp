@@ -9,9 +9,13 @@ namespace vera {
 namespace {
 
 constexpr int64_t kItemBytes[] = {2, 2, 4};  // by PageType
-// What a decode item reads: enough to forget its overhead, little enough that all threads have work. KV heads are put together
-// up to here, because their pages of a block often lie side by side and long reads are the fast ones.
-constexpr int64_t kDecodeItemBytes = 256 * 1024;
+// Most that a decode item reads, if that leaves work for all threads. KV heads are put together up to here: their pages of a
+// block often lie side by side, and long reads are the fast ones.
+constexpr int64_t kDecodeItemBytes = 512 * 1024;
+constexpr int64_t kItemsPerThread = 4;
+// What one core does in a nanosecond, for balancing only.
+constexpr int64_t kBytesReadPerNanosecond = 20;
+constexpr int64_t kFlopsPerNanosecond = 80;
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -25,6 +29,7 @@ int first_visible(int position, int window) { return window == 0 ? 0 : std::max(
 Batch::Batch(const BatchTables& tables)
     : tables_(tables),
       half_page_bytes_(int64_t(tables.page_size) * tables.head_dim * kItemBytes[int(tables.page_type)]),
+      token_bytes_(2 * int64_t(tables.head_dim) * kItemBytes[int(tables.page_type)]),
       layer_has_gaps_(size_t(tables.layers)) {
   check_sizes();
   check_lengths();
@@ -48,8 +53,8 @@ void Batch::check_lengths() const {
     if (count < 0) refuse(where + ": query_starts falls by " + text(-int64_t(count)) + "; it must ascend");
     if (length < count) refuse(where + ": context_lens=" + text(length) + " is below its " + text(count) + " new tokens");
     if (length > int64_t(tables_.max_blocks) * tables_.page_size)
-      refuse(where + ": context_lens=" + text(length) + " exceeds the " + text(tables_.max_blocks) + " blocks of " + text(tables_.page_size) +
-             " tokens in block_tables");
+      refuse(where + ": context_lens=" + text(length) + " exceeds the " + text(tables_.max_blocks) + " blocks of " +
+             text(tables_.page_size) + " tokens in block_tables");
   }
 }
 
@@ -60,8 +65,8 @@ void Batch::check_ids() {
     for (int block = 0; block < blocks; block++) {
       const int64_t id = tables_.block_tables[int64_t(sequence) * tables_.max_blocks + block];
       if (id < 0 || id >= tables_.num_blocks)
-        throw std::out_of_range("sequence " + text(sequence) + ": block_tables[" + text(block) + "]=" + text(id) + " is outside the " +
-                                text(tables_.num_blocks) + " blocks of page_table");
+        throw std::out_of_range("sequence " + text(sequence) + ": block_tables[" + text(block) + "]=" + text(id) +
+                                " is outside the " + text(tables_.num_blocks) + " blocks of page_table");
       const int32_t* slots = tables_.page_table + id * row;
       int32_t lowest = 0, highest = 0;
       for (int64_t i = 0; i < row; i++) {
@@ -86,35 +91,46 @@ void Batch::check_present(int layer, int window) const {
       const int64_t id = tables_.block_tables[int64_t(sequence) * tables_.max_blocks + block];
       for (int head = 0; head < tables_.kv_heads; head++)
         if (tables_.page_table[(id * tables_.layers + layer) * tables_.kv_heads + head] < 0)
-          throw std::out_of_range("page_table[" + text(id) + ", " + text(layer) + ", " + text(head) + "] is NO_PAGE, but sequence " +
-                                  text(sequence) + " needs that block");
+          throw std::out_of_range("page_table[" + text(id) + ", " + text(layer) + ", " + text(head) +
+                                  "] is NO_PAGE, but sequence " + text(sequence) + " needs that block");
     }
   }
 }
 
-const Plan& Batch::plan(int group, int window) {
+const Plan& Batch::plan(int group, int window, int num_threads) {
   for (const Plan& plan : plans_)
-    if (plan.group == group && plan.window == window) return plan;
-  return plans_.emplace_back(make_plan(group, window));
+    if (plan.group == group && plan.window == window && plan.num_threads == num_threads) return plan;
+  return plans_.emplace_back(make_plan(group, window, num_threads));
 }
 
-Plan Batch::make_plan(int group, int window) const {
+Plan Batch::make_plan(int group, int window, int num_threads) const {
   Plan plan;
   plan.group = group;
   plan.window = window;
-  const int64_t head_bytes = 2 * kSpanTokens * (half_page_bytes_ / tables_.page_size);
-  plan.heads_per_item = int(std::clamp(kDecodeItemBytes / head_bytes, int64_t(1), int64_t(tables_.kv_heads)));
+  plan.num_threads = num_threads;
+  plan.heads_per_item = choose_heads_per_item(plan);
   for (int sequence = 0; sequence < tables_.sequences; sequence++) {
     if (new_tokens(sequence) == 1) plan_decode(plan, sequence);
     if (new_tokens(sequence) > 1) plan_prefill(plan, sequence);
   }
+  for (const WorkItem& item : plan.items) plan.cost += item.cost;
   std::stable_sort(plan.items.begin(), plan.items.end(), [](const WorkItem& a, const WorkItem& b) { return a.cost > b.cost; });
   return plan;
 }
 
+int Batch::choose_heads_per_item(const Plan& plan) const {
+  int64_t spans = 0;
+  for (int sequence = 0; sequence < tables_.sequences; sequence++) {
+    const int end = context(sequence);
+    if (new_tokens(sequence) == 1) spans += (end - 1) / kSpanTokens + 1 - first_visible(end - 1, plan.window) / kSpanTokens;
+  }
+  const int64_t span_bytes = kSpanTokens * token_bytes_;
+  const int64_t fit = kDecodeItemBytes / span_bytes, balanced = spans * tables_.kv_heads / (kItemsPerThread * plan.num_threads);
+  return int(std::clamp(std::min(fit, balanced), int64_t(1), int64_t(tables_.kv_heads)));
+}
+
 void Batch::plan_decode(Plan& plan, int sequence) const {
   const int end = context(sequence), begin = first_visible(end - 1, plan.window);
-  const int64_t token_bytes = 2 * (half_page_bytes_ / tables_.page_size);
   for (int head = 0; head < tables_.kv_heads; head += plan.heads_per_item) {
     DecodeRun run{sequence, head, std::min(plan.heads_per_item, tables_.kv_heads - head), plan.partial_floats, 0};
     for (int span = begin / kSpanTokens; span * kSpanTokens < end; span++) {
@@ -127,14 +143,13 @@ void Batch::plan_decode(Plan& plan, int sequence) const {
       item.end = std::min(end, (span + 1) * kSpanTokens);
       item.run = int(plan.runs.size());
       item.partial = run.num_partials++;
-      // Reading one token takes about as long as ten rows of prefill work on it.
-      item.cost = 10 * int64_t(item.end - item.begin) * run.num_heads;
+      item.cost = (item.end - item.begin) * run.num_heads * token_bytes_ / kBytesReadPerNanosecond;
       plan.items.push_back(item);
     }
     plan.runs.push_back(run);
     plan.partial_floats += run.num_partials * partial_floats(run.num_heads * plan.group, tables_.head_dim);
   }
-  plan.decode_bytes += int64_t(end - begin) * tables_.kv_heads * token_bytes;
+  plan.decode_bytes += int64_t(end - begin) * tables_.kv_heads * token_bytes_;
 }
 
 void Batch::plan_prefill(Plan& plan, int sequence) const {
@@ -154,7 +169,8 @@ void Batch::plan_prefill(Plan& plan, int sequence) const {
       item.num_heads = 1;
       item.begin = position;
       item.end = std::min(end, position + tile_tokens);
-      item.cost = int64_t(item.end - first_visible(item.begin, plan.window)) * (item.end - item.begin) * plan.group;
+      const int64_t seen = item.end - first_visible(item.begin, plan.window);
+      item.cost = 4 * seen * (item.end - item.begin) * plan.group * tables_.head_dim / kFlopsPerNanosecond;
       plan.items.push_back(item);
     }
   }

@@ -30,9 +30,9 @@ struct WorkItem {
   int sequence;
   int first_head, num_heads;  // KV heads; prefill: one
   int begin, end;             // decode: positions of the tokens read; prefill: positions of the query tokens
-  int run;         // decode: index in Plan::runs
-  int partial;     // decode: index of the partial result in its run
-  int64_t cost;    // relative
+  int run;                    // decode: index in Plan::runs
+  int partial;                // decode: index of the partial result in its run
+  int64_t cost;               // roughly in nanoseconds
 };
 
 // The decode items of one (sequence, some KV heads): whoever finishes the last of them merges their results.
@@ -48,14 +48,15 @@ struct WriteItem {
   int begin, end;  // positions, within one page
 };
 
-// What is to be done for a layer; the same for all layers with the same window.
+// What is to be done for a layer; the same for all layers of a model with the same window.
 struct Plan {
-  int group, window;
+  int group, window, num_threads;
   std::vector<WriteItem> writes;
   std::vector<WorkItem> items;  // most expensive first
   std::vector<DecodeRun> runs;
   size_t partial_floats = 0;
-  int heads_per_item = 1;    // most KV heads of a decode item
+  int heads_per_item = 1;  // most KV heads of a decode item; does not change results
+  int64_t cost = 0;
   int64_t decode_bytes = 0;  // keys and values that decode items read
 };
 
@@ -82,18 +83,20 @@ class Batch {
   // Throws std::out_of_range if a page that `layer` reads or writes is NO_PAGE. `window` 0: none.
   void check_present(int layer, int window) const;
 
-  const Plan& plan(int group, int window);
+  const Plan& plan(int group, int window, int num_threads);
 
  private:
   void check_sizes() const;
   void check_lengths() const;
   void check_ids();
-  Plan make_plan(int group, int window) const;
+  Plan make_plan(int group, int window, int num_threads) const;
+  int choose_heads_per_item(const Plan& plan) const;
   void plan_decode(Plan& plan, int sequence) const;
   void plan_prefill(Plan& plan, int sequence) const;
 
   BatchTables tables_;
-  int64_t half_page_bytes_;
+  int64_t half_page_bytes_;           // the keys of a page, or its values
+  int64_t token_bytes_;               // keys and values of a token in one KV head
   std::vector<char> layer_has_gaps_;  // some page of the layer is NO_PAGE
   std::vector<Plan> plans_;
 };

@@ -71,6 +71,8 @@ bool advise_hugepages(uintptr_t address, size_t bytes) {
 
 NB_MODULE(_native, module) {
   using namespace vera;
+  // An engine that lives until the interpreter ends is nothing to warn about.
+  nb::set_leak_warnings(false);
   module.doc() = "Vera's native CPU kernels; use vera.attention, not this.";
 
   nb::class_<Batch>(module, "Batch", "A validated vera.attention.protocol.PagedBatch. Does not keep the tensors alive.")
@@ -103,7 +105,8 @@ NB_MODULE(_native, module) {
   nb::class_<Attention>(module, "Attention", "Kernels of one instruction set, with their scratch memory and counters.")
       .def(nb::init<const std::string&>(), "isa"_a = "", "An empty name: what VERA_CPU_ISA asks for, else the best one.")
       .def_prop_ro("isa", &Attention::isa)
-      .def_prop_ro("seconds", [](const Attention& self) { return self.counters().seconds; }, "Spent in attend.")
+      .def_prop_ro(
+          "seconds", [](const Attention& self) { return self.counters().seconds; }, "Spent in attend.")
       .def_prop_ro(
           "decode_seconds", [](const Attention& self) { return self.counters().decode_seconds; },
           "Spent in those calls of attend that only decoded.")
@@ -113,7 +116,8 @@ NB_MODULE(_native, module) {
       .def(
           "attend",
           [](Attention& self, Batch& batch, int layer, int query_heads, const RowsArgument& query, const RowsArgument& key,
-             const RowsArgument& value, uintptr_t output, float scale, int window, float softcap, uintptr_t sinks, int num_threads) {
+             const RowsArgument& value, uintptr_t output, float scale, int window, float softcap, uintptr_t sinks,
+             int num_threads) {
             LayerCall call;
             call.layer = layer;
             call.query_heads = query_heads;
@@ -128,8 +132,9 @@ NB_MODULE(_native, module) {
             const nb::gil_scoped_release release;
             self.attend(batch, call);
           },
-          "batch"_a, "layer"_a, "query_heads"_a, "query"_a, "key"_a, "value"_a, "output"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a,
-          "num_threads"_a, "One layer. query, key and value: (address, token stride, head stride); 0 for no window, softcap or sinks.");
+          "batch"_a, "layer"_a, "query_heads"_a, "query"_a, "key"_a, "value"_a, "output"_a, "scale"_a, "window"_a, "softcap"_a,
+          "sinks"_a, "num_threads"_a,
+          "One layer. query, key and value: (address, token stride, head stride); 0 for no window, softcap or sinks.");
 
   module.def(
       "linear",
@@ -147,7 +152,8 @@ NB_MODULE(_native, module) {
         run_linear(isa, task, num_threads);
       },
       "x"_a, "weight"_a, "bias"_a, "y"_a, "rows"_a, "inputs"_a, "outputs"_a, "num_threads"_a,
-      "y [rows, outputs] = x [rows, inputs] times weight [outputs, inputs] transposed, plus bias (0: none); addresses of contiguous float32.");
+      "y [rows, outputs] = x [rows, inputs] times weight [outputs, inputs] transposed, plus bias (0: none); addresses of "
+      "contiguous float32.");
 
   module.def("plain_sum", &plain_sum, "address"_a, "bytes"_a, "num_threads"_a,
              "Sum of the buffer's 64-bit words: reads it as fast as this machine can, the yardstick for memory bandwidth.");

@@ -37,8 +37,8 @@ const KernelTable& choose_kernels(const std::string& name) {
     if (wanted == table->name) return *table;
     known += (known.empty() ? "" : ", ") + std::string(table->name);
   }
-  throw std::invalid_argument((name.empty() ? "VERA_CPU_ISA=" : "isa=") + wanted + " is unknown or not supported by this CPU; it can run " +
-                              known);
+  throw std::invalid_argument((name.empty() ? "VERA_CPU_ISA=" : "isa=") + wanted +
+                              " is unknown or not supported by this CPU; it can run " + known);
 }
 
 }  // namespace vera

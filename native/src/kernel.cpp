@@ -6,6 +6,7 @@
 //
 // No templates or inline functions of the standard library here: the linker would share them with code for older CPUs.
 #include "kernel.h"
+
 #include "simd.h"
 
 namespace vera {
@@ -154,7 +155,8 @@ VERA_INLINE void logits_block(const T* keys, const T* next, const float* query, 
 
 // Logits of the tokens [token, tokens) of one page; tokens is rounded up to whole vectors. `query` is [head_dim][H].
 template <class T, int H, int V>
-VERA_INLINE void page_logits(const T* keys, const T* next, const float* query, const Shape& shape, int token, int tokens, float* logits) {
+VERA_INLINE void page_logits(const T* keys, const T* next, const float* query, const Shape& shape, int token, int tokens,
+                             float* logits) {
   for (; token + (V - 1) * kWidth < tokens; token += V * kWidth)
     logits_block<T, H, V>(keys + token, next + token, query, shape, logits + token);
   if constexpr (V > 1) page_logits<T, H, V / 2>(keys, next, query, shape, token, tokens, logits);
@@ -162,7 +164,8 @@ VERA_INLINE void page_logits(const T* keys, const T* next, const float* query, c
 
 // Adds the weighted values of `tokens` tokens to `V` vectors of dimensions for `H` heads; output rows are `dims` apart.
 template <class T, int H, int V, bool kHalfVector>
-VERA_INLINE void values_block(const T* values, const T* next, const float* weights, int head_dim, int dims, int tokens, float* output) {
+VERA_INLINE void values_block(const T* values, const T* next, const float* weights, int head_dim, int dims, int tokens,
+                              float* output) {
   Vec sums[H][V];
   for (int h = 0; h < H; h++)
     for (int v = 0; v < V; v++) sums[h][v] = load(output + h * dims + v * kWidth);
@@ -185,7 +188,8 @@ VERA_INLINE void values_block(const T* values, const T* next, const float* weigh
 
 // The same for all dimensions from `dim` on.
 template <class T, int H, int V>
-VERA_INLINE void page_values(const T* values, const T* next, const float* weights, int head_dim, int dim, int tokens, float* output) {
+VERA_INLINE void page_values(const T* values, const T* next, const float* weights, int head_dim, int dim, int tokens,
+                             float* output) {
   const int dims = round_up(head_dim, kWidth);
   for (; dim + V * kWidth <= head_dim; dim += V * kWidth)
     values_block<T, H, V, false>(values + dim, next + dim, weights, head_dim, dims, tokens, output + dim);
@@ -198,11 +202,12 @@ VERA_INLINE void page_values(const T* values, const T* next, const float* weight
 
 // The part of a page's work that one pass of `H` heads does. `query` is [head_dim][H].
 template <class T, int H>
-void decode_page(const DecodeSpan& span, PageRef page, PageRef next, int begin, int end, const float* query, const HeadState& first,
-                 float* weights) {
+void decode_page(const DecodeSpan& span, PageRef page, PageRef next, int begin, int end, const float* query,
+                 const HeadState& first, float* weights) {
   const Shape& shape = span.shape;
   const int dims = round_up(shape.head_dim, kWidth);
-  page_logits<T, H, block_vectors(H)>(static_cast<const T*>(page.keys), static_cast<const T*>(next.keys), query, shape, 0, end, weights);
+  page_logits<T, H, block_vectors(H)>(static_cast<const T*>(page.keys), static_cast<const T*>(next.keys), query, shape, 0, end,
+                                      weights);
   for (int h = 0; h < H; h++) {
     const HeadState state{first.maximum + h, first.totals + h * kWidth, first.output + h * dims};
     online_softmax(weights + h * kMaxPageSize, begin, end, end, span.options.softcap, state, dims);
@@ -216,10 +221,12 @@ template <class T>
 using DecodePage = void (*)(const DecodeSpan&, PageRef, PageRef, int, int, const float*, const HeadState&, float*);
 
 template <class T>
-constexpr DecodePage<T> kDecodePage[] = {nullptr,           decode_page<T, 1>, decode_page<T, 2>, decode_page<T, 3>, decode_page<T, 4>,
-                                         decode_page<T, 5>, decode_page<T, 6>, decode_page<T, 7>, decode_page<T, 8>};
+constexpr DecodePage<T> kDecodePage[] = {nullptr,           decode_page<T, 1>, decode_page<T, 2>,
+                                         decode_page<T, 3>, decode_page<T, 4>, decode_page<T, 5>,
+                                         decode_page<T, 6>, decode_page<T, 7>, decode_page<T, 8>};
 
-// Pages in the order in which they lie in memory if the pool is filled in order: block by block, head by head, keys before values.
+// Pages in the order in which they lie in memory if the pool is filled in order: block by block, head by head, keys before
+// values.
 template <class T>
 void decode_span(const DecodeSpan& span) {
   const Shape& shape = span.shape;
@@ -227,11 +234,11 @@ void decode_span(const DecodeSpan& span) {
   const int query_heads = span.kv_heads * group, dims = round_up(head_dim, kWidth);
   // More than 8 heads of a group go in passes of nearly equal size; the later ones find the page in the cache.
   const int passes = (group + 7) / 8, pass_heads = (group + passes - 1) / passes;
-  float* weights = span.scratch;                    // [8][kMaxPageSize]
-  float* query = weights + 8 * kMaxPageSize;        // passes of [head_dim][heads]
-  float* output = query + query_heads * head_dim;   // [query_heads][dims]
-  float* totals = output + query_heads * dims;      // [query_heads][kWidth]
-  float* maxima = totals + query_heads * kWidth;    // [query_heads]
+  float* weights = span.scratch;                   // [8][kMaxPageSize]
+  float* query = weights + 8 * kMaxPageSize;       // passes of [head_dim][heads]
+  float* output = query + query_heads * head_dim;  // [query_heads][dims]
+  float* totals = output + query_heads * dims;     // [query_heads][kWidth]
+  float* maxima = totals + query_heads * kWidth;   // [query_heads]
 
   for (int i = 0; i < query_heads * dims; i++) output[i] = 0.0f;
   for (int i = 0; i < query_heads * kWidth; i++) totals[i] = 0.0f;
@@ -301,8 +308,8 @@ static_assert(kTileRows % kBlockRows == 0);
 
 // c[kBlockRows][V vectors] (+)= a[kBlockRows][depth] * b[depth][V vectors]
 template <int V, bool kAdd>
-VERA_INLINE void product_block(const float* a, ptrdiff_t a_row, ptrdiff_t a_column, const float* b, ptrdiff_t b_row, int depth, float* c,
-                               ptrdiff_t c_row) {
+VERA_INLINE void product_block(const float* a, ptrdiff_t a_row, ptrdiff_t a_column, const float* b, ptrdiff_t b_row, int depth,
+                               float* c, ptrdiff_t c_row) {
   Vec sums[kBlockRows][V];
   for (int r = 0; r < kBlockRows; r++)
     for (int v = 0; v < V; v++) sums[r][v] = kAdd ? load(c + r * c_row + v * kWidth) : broadcast(0.0f);
@@ -317,8 +324,8 @@ VERA_INLINE void product_block(const float* a, ptrdiff_t a_row, ptrdiff_t a_colu
 
 // c[kBlockRows][column:columns] (+)= a * b, columns being rounded up to whole vectors.
 template <int V, bool kAdd>
-VERA_INLINE void product(const float* a, ptrdiff_t a_row, ptrdiff_t a_column, const float* b, ptrdiff_t b_row, int depth, float* c,
-                         ptrdiff_t c_row, int column, int columns) {
+VERA_INLINE void product(const float* a, ptrdiff_t a_row, ptrdiff_t a_column, const float* b, ptrdiff_t b_row, int depth,
+                         float* c, ptrdiff_t c_row, int column, int columns) {
   for (; column + (V - 1) * kWidth < columns; column += V * kWidth)
     product_block<V, kAdd>(a, a_row, a_column, b + column, b_row, depth, c + column, c_row);
   if constexpr (V > 1) product<V / 2, kAdd>(a, a_row, a_column, b, b_row, depth, c, c_row, column, columns);
@@ -326,15 +333,15 @@ VERA_INLINE void product(const float* a, ptrdiff_t a_row, ptrdiff_t a_column, co
 
 // One tile's state over its pages.
 struct TileState {
-  float* query;     // [blocks][head_dim][kBlockRows], scaled
-  float* weights;   // [rows][kWeightStride]
-  float* output;    // [rows][output_stride], not normalised
-  float* maxima;    // [rows]
-  float* totals;    // [rows][kWidth]: lane by lane
-  float* keys;      // [head_dim][page_size]
-  float* values;    // [page_size][output_stride]
-  int rows;         // tokens * group
-  int blocks;       // of kBlockRows
+  float* query;    // [blocks][head_dim][kBlockRows], scaled
+  float* weights;  // [rows][kWeightStride]
+  float* output;   // [rows][output_stride], not normalised
+  float* maxima;   // [rows]
+  float* totals;   // [rows][kWidth]: lane by lane
+  float* keys;     // [head_dim][page_size]
+  float* values;   // [page_size][output_stride]
+  int rows;        // tokens * group
+  int blocks;      // of kBlockRows
   int output_stride;
 };
 
@@ -390,7 +397,8 @@ VERA_INLINE void weigh_row(const PrefillTile& tile, TileState& state, int row, i
   const int end = most(0, least(columns, position + 1 - page_position));
   const int begin = tile.window == 0 ? 0 : most(0, least(columns, position + 1 - tile.window - page_position));
   const HeadState head{state.maxima + row, state.totals + row * kWidth, state.output + ptrdiff_t(row) * state.output_stride};
-  online_softmax(state.weights + ptrdiff_t(row) * kWeightStride, begin, end, columns, tile.options.softcap, head, state.output_stride);
+  online_softmax(state.weights + ptrdiff_t(row) * kWeightStride, begin, end, columns, tile.options.softcap, head,
+                 state.output_stride);
 }
 
 template <class T>
@@ -404,16 +412,18 @@ void prefill_tile(const PrefillTile& tile) {
     load_keys(static_cast<const T*>(tile.pages[i].keys), shape, state.keys);
     for (int block = 0; block < state.blocks; block++) {
       const int first_row = block * kBlockRows;
-      product<kBlockVectors, false>(state.query + ptrdiff_t(first_row) * shape.head_dim, 1, kBlockRows, state.keys, shape.page_size,
-                                    shape.head_dim, state.weights + ptrdiff_t(first_row) * kWeightStride, kWeightStride, 0, columns);
-      for (int row = first_row; row < least(first_row + kBlockRows, state.rows); row++) weigh_row(tile, state, row, page_position, columns);
+      product<kBlockVectors, false>(state.query + ptrdiff_t(first_row) * shape.head_dim, 1, kBlockRows, state.keys,
+                                    shape.page_size, shape.head_dim, state.weights + ptrdiff_t(first_row) * kWeightStride,
+                                    kWeightStride, 0, columns);
+      for (int row = first_row; row < least(first_row + kBlockRows, state.rows); row++)
+        weigh_row(tile, state, row, page_position, columns);
     }
     load_values(static_cast<const T*>(tile.pages[i].values), columns, shape.head_dim, state.values, state.output_stride);
     for (int block = 0; block < state.blocks; block++) {
       const int first_row = block * kBlockRows;
-      product<kBlockVectors, true>(state.weights + ptrdiff_t(first_row) * kWeightStride, kWeightStride, 1, state.values, state.output_stride,
-                                   columns, state.output + ptrdiff_t(first_row) * state.output_stride, state.output_stride, 0,
-                                   state.output_stride);
+      product<kBlockVectors, true>(state.weights + ptrdiff_t(first_row) * kWeightStride, kWeightStride, 1, state.values,
+                                   state.output_stride, columns, state.output + ptrdiff_t(first_row) * state.output_stride,
+                                   state.output_stride, 0, state.output_stride);
     }
   }
   for (int row = 0; row < state.rows; row++) {

@@ -1,5 +1,5 @@
-// What the scheduling code and the kernels share. Only plain data: kernel.cpp is compiled once per instruction set, and an
-// inline function here could be emitted with instructions that the running CPU lacks.
+// What the scheduling code and the kernels share. Plain data, strides in floats. kernel.cpp is compiled once per instruction set:
+// an inline function with external linkage here could end up with instructions that the running CPU lacks.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ constexpr int kMaxPageSize = 128;
 constexpr int kMaxGroup = 64;
 // Decode work is cut at multiples of this many tokens, whatever the batch and the number of threads: a sequence's result
 // is always the same sum in the same order.
-constexpr int kSpanTokens = 256;
+constexpr int kSpanTokens = 512;
 // Query rows (tokens x query heads of a group) that share one pass over the pages in prefill.
 constexpr int kTileRows = 96;
 
@@ -44,12 +44,13 @@ struct DecodeSpan {
   int begin, end;        // the tokens that take part, counted from the start of the first block
   PageRef next;          // read after this span, to be prefetched; null pointers: none
   const float* query;    // [kv_heads * group] rows
-  ptrdiff_t head_stride;  // floats between them
-  float* scratch;         // decode_scratch_floats
-  float* partial;         // out, see partial_floats
+  ptrdiff_t head_stride;
+  float* scratch;  // decode_scratch_floats
+  float* partial;  // out, see partial_floats
 };
 
-constexpr size_t decode_scratch_floats(int query_heads, int head_dim) {
+// static, so that no compilation shares its copy of these functions with another.
+static constexpr size_t decode_scratch_floats(int query_heads, int head_dim) {
   const size_t padded_dim = size_t(head_dim) + 16;
   return size_t(query_heads) * (2 * padded_dim + 16 + 1)  // queries, output, sums, maxima
          + 8 * size_t(kMaxPageSize) + 64;                 // weights of one page
@@ -57,7 +58,7 @@ constexpr size_t decode_scratch_floats(int query_heads, int head_dim) {
 
 // A softmax over part of the tokens: per head the largest logit, the sum of exp(logit - largest), and the values weighted so.
 // Laid out as maxima [query_heads], sums [query_heads], values [query_heads][head_dim].
-constexpr size_t partial_floats(int query_heads, int head_dim) { return size_t(query_heads) * (2 + size_t(head_dim)); }
+static constexpr size_t partial_floats(int query_heads, int head_dim) { return size_t(query_heads) * (2 + size_t(head_dim)); }
 
 // The partial results of one query token, in token order, to its output.
 struct DecodeMerge {
@@ -86,9 +87,10 @@ struct PrefillTile {
   ptrdiff_t output_token_stride;
 };
 
-constexpr size_t kPrefillScratchFloats = size_t(kTileRows) * (2 * kMaxHeadDim + kMaxPageSize + 16 + 18)  // queries, output, weights, sums
-                                         + 2 * size_t(kMaxPageSize) * kMaxHeadDim                        // keys and values in float32
-                                         + 256;
+constexpr size_t kPrefillScratchFloats =
+    size_t(kTileRows) * (2 * kMaxHeadDim + kMaxPageSize + 16 + 18)  // queries, output, weights, sums
+    + 2 * size_t(kMaxPageSize) * kMaxHeadDim                        // keys and values in float32
+    + 256;
 
 // New tokens on their way to one page.
 struct TokenWrite {

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values: the contract (`protocol`), the truth in plain torch (`reference`), the native kernel (`cpu`)."""
+"""Attention over paged keys and values: the contract (`protocol`), the truth (`reference`), the native kernel (`cpu`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _HOW_TO_GET_IT = "install a C++17 compiler (Debian: apt install g++ python3-dev)
 
 
 def make_backend(name: str) -> AttentionBackend:
-    """The backend called `cpu` or `reference`; `auto` is `cpu` where the native kernel was built, else `reference` with a warning.
+    """The backend called `cpu` or `reference`; `auto` is `cpu` where the native kernel was built, else `reference` and a warning.
 
-    Raises ConfigError for another name, for `cpu` where there is no native kernel, and for a VERA_CPU_ISA that this CPU cannot run.
+    Raises ConfigError for another name, for `cpu` without a native kernel, and for a VERA_CPU_ISA that this CPU cannot run.
     """
     if name not in ("auto", "cpu", "reference"):
         raise ConfigError(f"attention_backend={name!r} is not one of auto, cpu, reference")
@@ -28,9 +28,12 @@ def make_backend(name: str) -> AttentionBackend:
         from vera.attention.cpu import CpuAttention
     except ImportError as error:
         if name == "cpu":
-            raise ConfigError(f"attention_backend='cpu' needs the native kernel, which is not there ({error}); {_HOW_TO_GET_IT}") from error
+            raise ConfigError(
+                f"attention_backend='cpu' needs the native kernel, which is not there ({error}); {_HOW_TO_GET_IT}"
+            ) from error
         warnings.warn(
-            f"The native attention kernel is not there ({error}); attention runs in plain torch, several times slower. To get it, {_HOW_TO_GET_IT}.",
+            f"The native attention kernel is not there ({error}); attention runs in plain torch, several times slower. "
+            f"To get the kernel, {_HOW_TO_GET_IT}.",
             stacklevel=2,
         )
         return ReferenceAttention()

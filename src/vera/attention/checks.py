@@ -16,7 +16,8 @@ def check_batch(batch: PagedBatch) -> None:
     half_page = batch.page_size * batch.head_dim
     if pages.dim() != 3 or pages.shape[1:] != (2, half_page) or not pages.is_contiguous():
         raise ValueError(
-            f"pages have shape {list(pages.shape)}, strides {list(pages.stride())}; they must be a contiguous [num_pages, 2, {half_page}]"
+            f"pages have shape {list(pages.shape)}, strides {list(pages.stride())}; "
+            f"they must be a contiguous [num_pages, 2, {half_page}]"
         )
     sequences = batch.context_lens.numel()
     _check_table("page_table", batch.page_table, [None, None, None])
@@ -47,7 +48,9 @@ def check_call(
         raise ValueError(f"softcap={options.softcap} must be above 0, or None")
     sinks = options.sinks
     if sinks is not None and (sinks.shape != (query_heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous()):
-        raise ValueError(f"sinks are {sinks.dtype} of shape {list(sinks.shape)}; they must be a contiguous float32 [{query_heads}]")
+        raise ValueError(
+            f"sinks are {sinks.dtype} of shape {list(sinks.shape)}; they must be a contiguous float32 [{query_heads}]"
+        )
 
 
 def _check_table(name: str, table: Tensor, shape: list[int | None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,14 @@ from vera.attention.checks import check_batch, check_call
 from vera.attention.protocol import LayerAttention, PagedBatch
 
 _PAGE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedBatch:
+    batch: PagedBatch
+    """Keeps the tensors alive that `native` has the addresses of."""
+    native: _native.Batch
+    tokens: int
 
 
 class CpuAttention:
@@ -26,9 +36,7 @@ class CpuAttention:
         Raises ValueError for one that is unknown or that this CPU lacks.
         """
         self._kernels = _native.Attention(isa or "")
-        self._batch: PagedBatch | None = None
-        self._native_batch: _native.Batch | None = None
-        self._tokens = 0
+        self._prepared: _PreparedBatch | None = None
 
     @property
     def isa(self) -> str:
@@ -50,18 +58,17 @@ class CpuAttention:
         """Bytes of keys and values that those calls read."""
         return int(self._kernels.decode_bytes_read)
 
-    def attend(
-        self, batch: PagedBatch, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerAttention
-    ) -> Tensor:
-        """See `AttentionBackend.attend`. Raises ValueError and IndexError for what `PagedBatch` does not allow, before anything is written.
+    def attend(self, batch: PagedBatch, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
+        """See `AttentionBackend.attend`.
 
-        The tables of a batch are checked when it is first seen and must not change while it is in use.
+        Raises ValueError and IndexError for what `PagedBatch` does not allow, before anything is written. The tables of a batch
+        are checked when it is first seen and must not change while it is in use.
         """
-        native_batch = self._prepare(batch)
-        check_call(batch, layer, query, key, value, options, tokens=self._tokens)
-        output = torch.empty(query.shape, dtype=torch.float32)
+        prepared = self._prepare(batch)
+        check_call(batch, layer, query, key, value, options, tokens=prepared.tokens)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         self._kernels.attend(
-            native_batch,
+            prepared.native,
             layer,
             query.shape[1],
             _rows(query),
@@ -76,13 +83,11 @@ class CpuAttention:
         )
         return output
 
-    def _prepare(self, batch: PagedBatch) -> _native.Batch:
-        """The kernel's own form of the batch, made once a step. Holding the batch keeps its tensors alive."""
-        if batch is not self._batch:
-            self._native_batch = _native_batch(batch)
-            self._batch = batch
-            self._tokens = batch.tokens
-        return self._native_batch
+    def _prepare(self, batch: PagedBatch) -> _PreparedBatch:
+        """The kernel's own form of the batch, made once a step."""
+        if self._prepared is None or self._prepared.batch is not batch:
+            self._prepared = _PreparedBatch(batch, _native_batch(batch), batch.tokens)
+        return self._prepared
 
 
 def _native_batch(batch: PagedBatch) -> _native.Batch:
@@ -132,5 +137,5 @@ def threads_runtime() -> str:
 
 
 def advise_hugepages(buffer: Tensor) -> bool:
-    """Asks the operating system to back a large buffer with huge pages, before it is first written. False: it refused, no harm done."""
+    """Asks for huge pages behind a large buffer, before it is first written. False: the system refused, no harm done."""
     return bool(_native.advise_hugepages(buffer.data_ptr(), buffer.nbytes))

@@ -65,9 +65,7 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def attend(
-        self, batch: PagedBatch, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerAttention
-    ) -> Tensor:
+    def attend(self, batch: PagedBatch, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         """Writes the new keys and values to their pages, then returns the attention output of every new token.
 
         `query` is `[tokens, query_heads, head_dim]`, `key` and `value` `[tokens, kv_heads, head_dim]`, float32, last

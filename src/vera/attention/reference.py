@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -14,16 +16,16 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def attend(
-        self, batch: PagedBatch, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerAttention
-    ) -> Tensor:
+    def attend(self, batch: PagedBatch, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         """See `AttentionBackend.attend`. Raises ValueError and IndexError for what `PagedBatch` does not allow."""
         check_batch(batch)
         check_call(batch, layer, query, key, value, options, tokens=batch.tokens)
         output = torch.empty(query.shape, dtype=torch.float32)
         starts, lengths = batch.query_starts.tolist(), batch.context_lens.tolist()
-        spans = [(start, end) for start, end in zip(starts, starts[1:], strict=False)]
-        tables = [_Sequence(batch, layer, index, end - start, lengths[index], options) for index, (start, end) in enumerate(spans)]
+        spans = list(pairwise(starts))
+        tables = [
+            _Sequence(batch, layer, index, end - start, lengths[index], options) for index, (start, end) in enumerate(spans)
+        ]
         for sequence, (start, end) in zip(tables, spans, strict=True):
             sequence.write(key[start:end], value[start:end])
         for sequence, (start, end) in zip(tables, spans, strict=True):
@@ -95,7 +97,8 @@ def _check_lengths(index: int, new_tokens: int, length: int, capacity: int) -> N
         raise ValueError(f"sequence {index}: query_starts falls by {-new_tokens}; it must ascend")
     if not new_tokens <= length <= capacity:
         raise ValueError(
-            f"sequence {index}: context_lens={length} must lie between its {new_tokens} new tokens and the {capacity} that block_tables holds"
+            f"sequence {index}: context_lens={length} must lie between its {new_tokens} new tokens "
+            f"and the {capacity} that block_tables holds"
         )
 
 
