@@ -45,6 +45,14 @@ class BlockLife(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
+    def fail(self, data):
+        blocks, _, _ = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
+        self.blocks.unseal(blocks)
+        self.blocks.release(blocks)
+        self.sequences = [(others, hashes, len(others)) for others, hashes, _ in self.sequences]  # sealed for good
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
     def end(self, data):
         blocks, _, _ = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
         self.blocks.release(blocks)

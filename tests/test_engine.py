@@ -452,6 +452,50 @@ def test_non_finite_logits_fail_the_request_and_never_answer_token_zero():
     assert tokens_of(updates[broken]) == []
 
 
+def overflowing_model():
+    """Its first layer's values pass 70,000, far beyond float16, and its answers are those of the plain model."""
+    model = loaded()
+    attention = model.module.model.layers[0].self_attn
+    with torch.no_grad():
+        attention.v_proj.weight.mul_(1e6)
+        attention.o_proj.weight.div_(1e6)
+    return model
+
+
+def test_values_beyond_float16_pages_fail_the_request_by_name():
+    engine = make_engine(overflowing_model(), cache={"page_dtype": "float16", "cache_max_bytes": 2**20})
+    request_id = engine.add_request(prompt_of(20), greedy(5))
+    last = finish(engine)[request_id][-1]
+    assert last.finish_reason == "error"
+    assert "page_dtype bfloat16 or float32" in last.error
+
+
+@pytest.mark.parametrize("page_dtype", ["bfloat16", "float32"])
+def test_wider_pages_serve_values_beyond_float16(page_dtype):
+    engine = make_engine(overflowing_model(), cache={"page_dtype": page_dtype, "cache_max_bytes": 2**20})
+    request_id = engine.add_request(prompt_of(20), greedy(5))
+    assert finish(engine)[request_id][-1].finish_reason == "length"
+
+
+def test_blocks_of_a_failed_request_are_not_reused(monkeypatch):
+    engine = make_engine()
+    request_id = engine.add_request(prompt_of(40), greedy(10))
+    engine.step()
+    assert engine.cache.num_tokens_reusable(prompt_of(40)) == 2 * PAGE
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("out of luck")))
+        engine.step()
+    assert request_id not in engine._requests
+    assert engine.cache.num_tokens_reusable(prompt_of(40)) == 0
+    engine.check_invariants()
+
+
+def test_unknown_environment_variable_is_named(monkeypatch, caplog):
+    monkeypatch.setenv("VERA_CACHE_MAX_BYTES", "1000")
+    make_engine()
+    assert "VERA_CACHE_MAX_BYTES is unknown" in caplog.text
+
+
 def test_ceiling_holds_while_pages_are_recycled():
     engine = make_engine(blocks=9, max_num_seqs=8)
     address, size = engine.cache.pool.pages.data_ptr(), engine.cache.pool.pages.nbytes

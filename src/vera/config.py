@@ -95,6 +95,21 @@ class EngineConfig(_Config):
             )
 
 
+ENVIRONMENT = {
+    "VERA_HOME": "where converted models are kept",
+    "VERA_CPU_ISA": "the kernels' instruction set: avx512, avx2 or portable",
+}
+"""Every environment variable that Vera reads. Settings come from arguments alone."""
+
+
+def environment_warnings() -> list[str]:
+    """A line for each variable that looks like one of ours and is none."""
+    unknown = sorted(name for name in os.environ if name.startswith("VERA_") and name not in ENVIRONMENT)
+    return [
+        f"the environment variable {name} is unknown and has no effect; known are {', '.join(ENVIRONMENT)}" for name in unknown
+    ]
+
+
 def cache_home() -> Path:
     """Where converted models are kept: `$VERA_HOME`, else `$XDG_CACHE_HOME/vera`, else `~/.cache/vera`."""
     if home := os.environ.get("VERA_HOME"):

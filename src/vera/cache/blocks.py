@@ -84,6 +84,13 @@ class Blocks:
             self._index[digest] = block
             self._hash_of[block] = digest
 
+    def unseal(self, blocks: Sequence[int]) -> None:
+        """Takes owned blocks out of the index, whoever else owns them: what they hold is in doubt."""
+        for block in blocks:
+            assert self.owners[block] >= 1
+            if (digest := self._hash_of.pop(block, None)) is not None:
+                del self._index[digest]
+
     def is_sealed(self, block: int) -> bool:
         return block in self._hash_of
 

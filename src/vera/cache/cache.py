@@ -129,10 +129,12 @@ class PagedCache:
                 self.blocks.seal(state.blocks[i], state.hashes[i])
         state.sealed = max(state.sealed, full)
 
-    def release(self, sequence: str) -> None:
-        """Ends a sequence. Its sealed blocks stay findable until their memory is needed. Unknown sequences are ignored."""
-        if (state := self._sequences.pop(sequence, None)) is not None:
-            self._void(self.blocks.release(state.blocks))
+    def release(self, sequence: str, *, discard: bool = False) -> None:
+        """Ends a sequence. Its sealed blocks stay findable until their memory is needed, unless they are to be discarded."""
+        state = self._sequences.pop(sequence)
+        if discard:
+            self.blocks.unseal(state.blocks)
+        self._void(self.blocks.release(state.blocks))
 
     def duplicate(self, sequence: str, copy: str) -> bool:
         """`copy` becomes a sequence with the same content in blocks of its own. False: no room, nothing changed."""

@@ -14,7 +14,7 @@ import torch
 
 from vera.attention import make_backend
 from vera.cache import CacheShape, PagedCache
-from vera.config import EngineConfig
+from vera.config import EngineConfig, environment_warnings
 from vera.engine.request import FinishReason, Request, Status, Update
 from vera.engine.runner import Runner, StepLogits, prompt_rows
 from vera.engine.sampler import Sampled, Sampler, SamplingRow, TokenLogprob, prompt_logprobs
@@ -26,6 +26,10 @@ from vera.models import LoadedModel
 from vera.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
+
+_NOT_FINITE = (
+    "the model gave logits that are not finite numbers; if its keys or values can pass 65504, take page_dtype bfloat16 or float32"
+)
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class Engine:
         self, model: LoadedModel, config: EngineConfig | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.config = config or EngineConfig()
+        for warning in environment_warnings():
+            _log.warning(warning)
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         self.model = model
@@ -301,7 +307,7 @@ class Engine:
         for chunk, prompt_logits, token in zip(chunks, logits.prompt, sampled, strict=True):
             request = chunk.request
             if token is not None and not token.finite:
-                self._end(request, FinishReason.ERROR, error="the model gave logits that are not finite numbers")
+                self._end(request, FinishReason.ERROR, error=_NOT_FINITE)
                 continue
             self._keep_prompt_logprobs(chunk, prompt_logits)
             request.num_computed = chunk.stop
@@ -394,7 +400,7 @@ class Engine:
         update = update or Update(request.id, num_cached_tokens=request.num_cached or 0)
         delta = update.delta + request.text.finish()
         self._updates.append(replace(update, delta=delta, finish_reason=reason, stop_reason=stop_reason, error=error))
-        self._scheduler.remove(request)
+        self._scheduler.remove(request, discard=reason is FinishReason.ERROR)
         del self._requests[request.id]
         self.stats.finished[reason.value] += 1
 

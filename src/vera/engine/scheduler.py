@@ -51,11 +51,11 @@ class Scheduler:
         request.status = Status.RUNNING
         insort(self.running, request, key=lambda r: r.rank)
 
-    def remove(self, request: Request) -> None:
-        """Ends a request wherever it is and gives its blocks back."""
+    def remove(self, request: Request, *, discard: bool = False) -> None:
+        """Ends a request wherever it is and gives its blocks back; with `discard`, no other request may reuse them."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self._cache.release(request.id)
+            self._cache.release(request.id, discard=discard)
         elif request.status in (Status.WAITING, Status.PREEMPTED):
             self.waiting.remove(request)
         request.status = Status.FINISHED
