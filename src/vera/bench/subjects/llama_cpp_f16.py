@@ -8,12 +8,16 @@ faster way depends on the machine and the context, so the caller tries both. tor
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vera.bench.llama_context import LlamaContext, loaded_weights
 from vera.bench.statistics import decode_figures
 from vera.bench.subjects import WARMUP_PROMPT_TOKENS, WARMUP_STEPS
+
+if TYPE_CHECKING:
+    from vera.bench.llama_context import LlamaContext
 
 _NOT_INSTALLED = "llama-cpp-python is not installed; pip install 'vera-engine[bench]'"
 _NO_GGUF = "it runs GGUF files only and {model!r} is not one"
@@ -37,10 +41,7 @@ def decode(
     if batch > _MAX_SEQUENCES:
         return {"missing": f"llama.cpp serves at most {_MAX_SEQUENCES} sequences at a time, not {batch}"}
     sequence_tokens = len(token_ids) + WARMUP_STEPS + new_tokens + _SPARE_TOKENS
-    with (
-        loaded_weights(str(f16_path)) as weights,
-        LlamaContext(weights, batch, sequence_tokens, num_threads, flash=flash_attention) as context,
-    ):
+    with _context(str(f16_path), batch, sequence_tokens, num_threads, flash=flash_attention) as context:
         start = time.perf_counter()
         token = context.prefill(token_ids)
         prefill_seconds = time.perf_counter() - start
@@ -66,10 +67,7 @@ def prefill(*, model: str, f16_path: str | None, token_ids: list[int], num_threa
     """The prompt in chunks of 512 tokens, after a short warm-up."""
     if why := _why_missing(model, f16_path):
         return {"missing": why}
-    with (
-        loaded_weights(str(f16_path)) as weights,
-        LlamaContext(weights, 1, len(token_ids) + _SPARE_TOKENS, num_threads, flash=flash_attention) as context,
-    ):
+    with _context(str(f16_path), 1, len(token_ids) + _SPARE_TOKENS, num_threads, flash=flash_attention) as context:
         context.prefill(token_ids[:WARMUP_PROMPT_TOKENS])
         context.clear()
         start = time.perf_counter()
@@ -82,6 +80,14 @@ def prefill(*, model: str, f16_path: str | None, token_ids: list[int], num_threa
         "threads": num_threads,
         "token_ids": [token],
     }
+
+
+@contextmanager
+def _context(path: str, batch: int, sequence_tokens: int, num_threads: int, *, flash: bool) -> Iterator[LlamaContext]:
+    from vera.bench.llama_context import LlamaContext, loaded_weights  # here, because llama_cpp may not be installed
+
+    with loaded_weights(path) as weights, LlamaContext(weights, batch, sequence_tokens, num_threads, flash=flash) as context:
+        yield context
 
 
 def _why_missing(model: str, f16_path: str | None) -> str | None:
