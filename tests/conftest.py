@@ -7,13 +7,8 @@ import pytest
 import vera  # noqa: F401  # isort: skip - before torch: it sets how the threads of torch wait
 import torch  # isort: skip
 
-torch.set_num_threads(1)
 
-
-@pytest.fixture(autouse=True)
-def threads_as_they_were(request):
-    """Tests of the embedded model get all cores; nobody's choice reaches the next test."""
-    if request.node.get_closest_marker("embedded"):
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-    yield
-    torch.set_num_threads(1)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Tests of the embedded model, and what they set up, get all cores; nobody's choice reaches the next test."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)) if item.get_closest_marker("embedded") else 1)

@@ -78,6 +78,66 @@ def test_cancelled_task_frees_everything_wherever_it_is():
     run(scenario, blocks=200, max_num_seqs=3)
 
 
+def test_an_id_can_be_used_again_at_once_after_a_disconnect():
+    async def scenario(engine):
+        first = engine.stream(prompt_of(30), greedy(500), request_id="mine")
+        await anext(first)
+        await first.aclose()
+        second = [update async for update in engine.stream(prompt_of(9), greedy(10), request_id="mine")]
+        assert tokens_of(second) == reference_tokens(prompt_of(9), 10)
+        assert {update.request_id for update in second} == {"mine"}
+
+    run(scenario, blocks=200)
+
+
+def test_an_id_that_is_being_answered_is_refused():
+    async def scenario(engine):
+        first = engine.stream(prompt_of(30), greedy(500), request_id="mine")
+        await anext(first)
+        with pytest.raises(RequestError, match="'mine'"):
+            await anext(engine.stream(prompt_of(9), greedy(10), request_id="mine"))
+        await first.aclose()
+
+    run(scenario, blocks=200)
+
+
+def test_closing_engine_takes_no_new_requests():
+    async def scenario(engine):
+        open_stream = asyncio.create_task(collect(engine, prompt_of(5), greedy(60)))
+        await asyncio.sleep(0.01)
+        closing = asyncio.create_task(engine.close(drain_seconds=20))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineStopped, match="closing"):
+            await collect(engine, prompt_of(5), greedy(1))
+        await closing
+        assert len(tokens_of(await open_stream)) == 60
+
+    run(scenario)
+
+
+def test_close_that_is_cancelled_while_it_waits_ends_the_engine_at_once():
+    async def scenario(engine):
+        stream = asyncio.create_task(collect(engine, prompt_of(5), greedy(1000)))
+        await asyncio.sleep(0.05)
+        closing = asyncio.create_task(engine.close(drain_seconds=50))
+        await asyncio.sleep(0.05)
+        closing.cancel()
+        with pytest.raises(EngineStopped):
+            await stream
+
+    run(scenario, blocks=200)
+
+
+def test_stream_before_start_says_so():
+    async def main():
+        engine = AsyncEngine(make_engine())
+        with pytest.raises(EngineStopped, match="not started"):
+            await collect(engine, prompt_of(5), greedy(1))
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_normal_requests_are_never_aborted():
     async def scenario(engine):
         await asyncio.gather(*(collect(engine, prompt_of(5, seed), greedy(3)) for seed in range(100)))

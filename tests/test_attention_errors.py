@@ -162,7 +162,7 @@ def test_without_the_kernel_auto_warns_and_serves_in_plain_torch(monkeypatch: py
 
 def test_without_the_kernel_cpu_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_the_kernel(monkeypatch)
-    with pytest.raises(ConfigError, match=r"attention_backend='cpu' needs the native kernel.*install a C"):
+    with pytest.raises(ConfigError, match=r"attention_backend='cpu' cannot be: the native kernel is not there.*install a C"):
         make_backend("cpu")
 
 
@@ -170,3 +170,10 @@ def forget_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vera._native", None)
     monkeypatch.delitem(sys.modules, "vera.attention.cpu", raising=False)
     monkeypatch.delattr("vera._native", raising=False)
+
+
+def test_group_that_is_too_large_for_the_kernel_is_served_by_the_reference_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="65 query heads share a KV head"):
+        assert make_backend("auto", group=65).name == "reference"
+    with pytest.raises(ConfigError, match="65 query heads"):
+        make_backend("cpu", group=65)

@@ -1,9 +1,11 @@
 """The cache's door: what is found again, and what must not be."""
 
 import numpy as np
+import psutil
 import pytest
 
 from vera.cache import CacheShape, PagedCache, Span
+from vera.cache.memory import available_bytes
 from vera.config import CacheConfig
 from vera.errors import CapacityError
 
@@ -105,6 +107,30 @@ def test_discarded_sequence_is_not_found_even_if_it_was_shared():
     cache.release("b")
     cache.check_invariants()
     assert cache.used_bytes == cache.idle_bytes == 0
+
+
+def container(tmp_path, *, limit, used, droppable):
+    group = tmp_path / "fs" / "outer" / "inner"
+    group.mkdir(parents=True)
+    (group.parent / "memory.max").write_text(f"{limit}\n")
+    (group.parent / "memory.current").write_text(f"{used}\n")
+    (group.parent / "memory.stat").write_text(f"anon 5\ninactive_file {droppable}\n")
+    (group / "memory.max").write_text("max\n")
+    (tmp_path / "membership").write_text("0::/outer/inner\n")
+    return {"cgroups": tmp_path / "fs", "membership": tmp_path / "membership"}
+
+
+def test_ceiling_counts_a_container_s_limit(tmp_path):
+    assert available_bytes(**container(tmp_path, limit=1000, used=700, droppable=100)) == 400
+
+
+def test_container_without_a_limit_has_the_machine_s_memory(tmp_path):
+    paths = container(tmp_path, limit="max", used=700, droppable=100)
+    assert available_bytes(**paths) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+def test_machine_without_control_groups_has_its_memory(tmp_path):
+    assert available_bytes(cgroups=tmp_path, membership=tmp_path / "none") > 10**8
 
 
 def test_idle_bytes_are_not_used_bytes():

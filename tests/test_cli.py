@@ -68,6 +68,17 @@ def test_mistake_gives_one_clear_message_and_its_exit_code(folder, arguments, co
     assert run.stdout == ""
 
 
+def test_bytes_that_are_no_text_are_refused(folder):
+    run = subprocess.run(
+        [sys.executable, "-m", "vera.cli", "generate", "-", "--model", folder],
+        input=b"\xff\xfe",
+        capture_output=True,
+        timeout=120,
+    )
+    assert run.returncode == 2
+    assert b"UTF-8" in run.stderr or b"Unicode" in run.stderr  # as the locale has it
+
+
 def test_help_is_quick():
     start = time.monotonic()
     run = vera("--help")

@@ -79,6 +79,32 @@ def test_bad_request_is_refused_by_name_and_the_next_one_works(prompt, params, m
     assert answer(engine, prompt_of(5), greedy(4)) == reference_tokens(prompt_of(5), 4)
 
 
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ({"priority": None}, "priority=None"),
+        ({"priority": "high"}, "priority='high'"),
+        ({"timeout_seconds": float("nan")}, "timeout_seconds=nan"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0"),
+    ],
+)
+def test_bad_terms_are_refused_and_leave_nothing_behind(terms, message):
+    engine = make_engine()
+    with pytest.raises(RequestError, match=message):
+        engine.add_request(prompt_of(5), greedy(2), **terms)
+    assert not engine.has_unfinished()
+
+
+def test_token_ids_that_are_no_whole_numbers_are_refused():
+    with pytest.raises(RequestError, match="whole number"):
+        make_engine().add_request((5.0, 6.5), greedy(2))
+
+
+def test_min_tokens_that_can_never_fit_are_refused():
+    with pytest.raises(RequestTooLong, match="100 tokens plus 40"):
+        make_engine(blocks=8).add_request(prompt_of(100), greedy(None, min_tokens=40))
+
+
 def test_full_queue_is_refused():
     engine = make_engine(max_waiting=2)
     engine.add_request(prompt_of(5), greedy(2))
@@ -266,6 +292,27 @@ def test_step_never_computes_more_than_its_budget():
         before = engine.stats.prefill_tokens + engine.stats.decode_tokens
         engine.step()
         assert engine.stats.prefill_tokens + engine.stats.decode_tokens - before <= 20
+
+
+def test_urgent_prompt_is_read_before_a_long_one_goes_on():
+    engine = make_engine(max_batch_tokens=16, max_num_seqs=4, blocks=100)
+    slow = engine.add_request(prompt_of(600), greedy(1), priority=5)
+    engine.step()
+    urgent = engine.add_request(prompt_of(20), greedy(1))
+    order = order_of_first_tokens(engine)
+    assert order == [urgent, slow]
+    assert engine.stats.preemptions == 0
+
+
+def test_nobody_is_preempted_for_a_request_that_would_not_fit_all_the_same():
+    engine = make_engine(blocks=10, max_num_seqs=4)
+    engine.add_request(prompt_of(6 * PAGE - 5, 1), greedy(30))
+    lesser = engine.add_request(prompt_of(20, 2), greedy(60), priority=5)
+    engine.step()
+    engine.add_request(prompt_of(8 * PAGE, 3), greedy(1))
+    engine.step()
+    assert engine._requests[lesser].num_preemptions == 0
+    assert set(reasons(finish(engine)).values()) == {"length"}
 
 
 # Prefixes
@@ -475,6 +522,46 @@ def test_wider_pages_serve_values_beyond_float16(page_dtype):
     engine = make_engine(overflowing_model(), cache={"page_dtype": page_dtype, "cache_max_bytes": 2**20})
     request_id = engine.add_request(prompt_of(20), greedy(5))
     assert finish(engine)[request_id][-1].finish_reason == "length"
+
+
+def test_tokenizer_that_breaks_ends_its_request_alone(monkeypatch):
+    engine = make_engine()
+    broken = engine.add_request(prompt_of(9), greedy(10))
+    sound = engine.add_request(prompt_of(10), greedy(10))
+
+    def break_down(*_):
+        raise RuntimeError("no such token")
+
+    monkeypatch.setattr(
+        engine._requests[broken].text, "_decoded", type("Broken", (), {"push": break_down, "finish": break_down})()
+    )
+    updates = finish(engine)
+    assert reasons(updates) == {broken: "error", sound: "length"}
+    assert "no such token" in updates[broken][-1].error
+    assert tokens_of(updates[sound]) == reference_tokens(prompt_of(10), 10)
+    assert engine.cache.used_bytes == 0
+
+
+def test_weights_replaced_through_another_engine_end_what_runs_here():
+    model = loaded()
+    one, other = make_engine(model), make_engine(model)
+    answer(one, prompt_of(40), greedy(2))
+    running = one.add_request(prompt_of(30), greedy(20))
+    one.step()
+    other.replace_weights({name: tensor * 1.5 for name, tensor in model.module.state_dict().items()})
+    updates = finish(one)
+    assert reasons(updates) == {running: "error"}
+    request_id = one.add_request(prompt_of(40), greedy(2))
+    assert finish(one)[request_id][-1].num_cached_tokens == 0
+
+
+def test_updates_that_were_due_at_the_end_can_still_be_read():
+    engine = make_engine()
+    request_id = engine.add_request(prompt_of(9), greedy(10))
+    engine.close()
+    [update] = engine.step()
+    assert (update.request_id, update.finish_reason) == (request_id, "abort")
+    assert not engine.has_unfinished()
 
 
 def test_blocks_of_a_failed_request_are_not_reused(monkeypatch):

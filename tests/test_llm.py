@@ -112,6 +112,36 @@ def test_leaving_a_stream_early_frees_its_blocks(plain):
     assert plain.engine.cache.used_bytes == 0
 
 
+def test_stream_that_was_never_read_is_ended_by_the_next_call(plain):
+    plain.stream(list(prompt_of(9)), greedy(3000))
+    plain.generate(list(prompt_of(10)), greedy(3))
+    assert not plain.engine.has_unfinished()
+    assert plain.engine.stats.finished["abort"] == 1
+
+
+def test_cancelled_stream_ends_with_what_it_has_even_while_the_prompt_is_read(plain):
+    [update] = list(plain.stream(list(prompt_of(3000)), greedy(50), cancelled=lambda: True))
+    assert update.finish_reason == "abort"
+    assert plain.engine.cache.used_bytes == 0
+
+
+def test_more_prompts_than_may_wait_are_all_answered():
+    with LLM(tiny_model("llama"), cache=SMALL, max_waiting=3) as llm:
+        outputs = llm.generate([[5, 6 + i] for i in range(20)], greedy(2))
+    assert [len(output.token_ids) for output in outputs] == [2] * 20
+
+
+def test_dtype_of_a_loaded_model_cannot_be_asked_for():
+    with pytest.raises(ConfigError, match="dtype='bfloat16'"):
+        LLM(tiny_model("llama"), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("values", [{"stop": None}, {"stop_token_ids": 5}, {"logit_bias": [1]}, {"temprature": 1}])
+def test_wrong_sampling_parameter_is_refused_by_name(values):
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        SamplingParams.from_dict(values)
+
+
 def test_one_bad_prompt_raises_and_leaves_nothing_behind(plain):
     with pytest.raises(RequestError):
         plain.generate([[5, 6], [5000]], greedy(5))

@@ -51,6 +51,29 @@ def test_rows_that_are_apart_in_memory_are_read_rightly():
         assert torch.allclose(layer(x), nn.functional.linear(x, layer.weight, layer.bias), atol=1e-6)
 
 
+def test_default_dtype_of_the_process_does_not_matter():
+    layer, x = linear(64, 10), torch.randn(4, 64)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.inference_mode():
+            assert torch.allclose(layer(x), nn.functional.linear(x, layer.weight, layer.bias), atol=1e-6)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 6), (1, 2, 3), (3,)])
+def test_input_of_another_width_is_refused_as_torch_does(shape):
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="shapes"):
+        linear(4, 5)(torch.randn(shape))
+
+
+def test_weight_that_was_replaced_by_a_smaller_one_is_read_rightly():
+    layer, x = linear(8, 5, bias=False), torch.randn(2, 8)
+    layer.weight = nn.Parameter(torch.randn(3, 8))
+    with torch.inference_mode():
+        assert torch.allclose(layer(x), nn.functional.linear(x, layer.weight), atol=1e-6)
+
+
 def test_gradients_still_flow():
     x = torch.randn(2, 8, requires_grad=True)
     linear(8, 5)(x).sum().backward()

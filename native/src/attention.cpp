@@ -77,9 +77,10 @@ class LayerRun {
 
   void parallel(size_t num_items, void (LayerRun::*work)(Phase& phase, int thread)) {
     Phase phase{this, work, {}, {}};
-    const int useful_threads = plan_.cost < kSerialNanoseconds ? 1 : plan_.num_threads;
+    // One thread or all of them: OpenMP ends the threads that a smaller team leaves over and starts them anew for the next.
+    const bool alone = num_items <= 1 || plan_.cost < kSerialNanoseconds;
     run_parallel(
-        int(std::min(num_items, size_t(useful_threads))),
+        alone ? 1 : plan_.num_threads,
         [](void* argument) {
           Phase& shared = *static_cast<Phase*>(argument);
           (shared.run->*shared.work)(shared, shared.threads.take());

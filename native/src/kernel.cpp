@@ -1,8 +1,9 @@
 // The attention kernels, written once in terms of simd.h and compiled once per instruction set (see CMakeLists.txt).
 //
 // Keys are channel-major, so logits of neighbouring tokens fill a vector and no product needs a sum across lanes; values are
-// token-major, so the dimensions of the output do. Tokens outside of what a query may see are never multiplied into anything:
-// their logits are overwritten and their values not read, so stale bytes (NaN included) in a page do no harm.
+// token-major, so the dimensions of the output do. Slots of a page that were never written take part in nothing: their logits
+// are overwritten and their values not read, so stale bytes (NaN included) do no harm. Written tokens that a row of a prefill
+// tile may not see get the weight 0.
 //
 // No templates or inline functions of the standard library here: the linker would share them with code for older CPUs.
 #include "kernel.h"

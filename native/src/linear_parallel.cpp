@@ -28,8 +28,9 @@ void run_linear(const char* isa, const LinearTask& whole, int num_threads) {
     std::atomic<int> next{0};
   } shared{whole, kernel_for(isa)};
   const int pieces = (whole.outputs + kPiece - 1) / kPiece;
+  // One thread or all of them: OpenMP ends the threads that a smaller team leaves over and starts them anew for the next.
   run_parallel(
-      std::min(num_threads, pieces),
+      pieces <= 1 ? 1 : num_threads,
       [](void* argument) {
         Shared& all = *static_cast<Shared*>(argument);
         LinearTask task = all.whole;

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,7 @@ from vera.errors import ConfigError, RequestError, VeraError
 from vera.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from vera.engine.request import Update
     from vera.llm import LLM
 
 app = typer.Typer(
@@ -84,7 +85,7 @@ def generate(
     """Continue a text (or, with --chat, answer a message)."""
     params = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
     cache = CacheConfig(cache_max_size_ratio=cache_max_size_ratio, cache_max_bytes=cache_max_bytes, page_dtype=page_dtype)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read_stdin() if prompt == "-" else prompt
     with _llm(model, cache, threads) as llm:
         if as_json:
             output = (llm.chat([{"role": "user", "content": text}], params) if chat else llm.generate(text, params))[0]
@@ -101,9 +102,14 @@ def generate(
             )
             error = answer.error
         else:
-            updates = llm.stream_chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)
             with _interrupts() as interrupted:
-                _, error = _print_stream(updates, interrupted)
+                if chat:
+                    updates = llm.stream_chat([{"role": "user", "content": text}], params, cancelled=interrupted)
+                else:
+                    updates = llm.stream(text, params, cancelled=interrupted)
+                _, error = _print_stream(updates)
+            if interrupted():
+                raise KeyboardInterrupt
     if error:
         raise VeraError(f"the answer broke off: {error}")
 
@@ -137,7 +143,7 @@ def chat(
             asked = [*messages, {"role": "user", "content": line}]
             try:
                 with _interrupts() as interrupted:
-                    answer, error = _print_stream(llm.stream_chat(asked, params), interrupted)
+                    answer, error = _print_stream(llm.stream_chat(asked, params, cancelled=interrupted))
             except RequestError as refusal:
                 _stderr.print(f"vera: {refusal} (/reset begins a new conversation)", style="red", markup=False, highlight=False)
                 continue
@@ -279,46 +285,54 @@ def _status(text: str) -> Iterator[None]:
         yield
 
 
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not UTF-8 text: {error}") from None
+
+
 def _ask() -> str | None:
     """The next line from the person; None at the end."""
     try:
         line = input("you> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
         return None
+    except UnicodeDecodeError as error:
+        _stderr.print(f"vera: this line is not UTF-8 text: {error}", style="red", markup=False, highlight=False)
+        return ""
     return None if line == "/exit" else line
 
 
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C sets a flag instead of raising in the middle of a step; a second one before it is seen raises."""
-    pressed = False
+    """Inside, Ctrl-C sets a flag that is looked at between steps, instead of raising in the middle of one; the third raises."""
+    presses = 0
 
     def press(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
+        nonlocal presses
+        presses += 1
+        if presses >= 3:
             raise KeyboardInterrupt
-        pressed = True
 
     before = signal.signal(signal.SIGINT, press)
     try:
-        yield lambda: pressed
+        yield lambda: presses > 0
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _print_stream(updates: Iterator[Any], interrupted: Callable[[], bool]) -> tuple[str, str | None]:
+def _print_stream(updates: Iterable[Update]) -> tuple[str, str | None]:
     """Writes an answer as it comes; returns its text and what went wrong, if anything did."""
-    text, error = "", None
-    for update in updates:
-        text += update.delta
-        error = update.error
-        sys.stdout.write(update.delta)
+    text, last = "", None
+    for last in updates:
+        text += last.delta
+        sys.stdout.write(last.delta)
         sys.stdout.flush()
-        if interrupted():
-            _stderr.print(" [stopped]", style="dim", markup=False, highlight=False)
-            break
     sys.stdout.write("\n")
-    return text, error
+    if last is not None and last.finish_reason == "abort":
+        _stderr.print("[stopped]", style="dim", markup=False, highlight=False)
+    return text, last.error if last is not None else None
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -337,7 +351,7 @@ def _report(result: dict[str, Any], as_json: bool) -> None:
 
 
 def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
 
 
 def _fail(error: Exception, *, code: int) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from vera.bench.workload import document_excerpt
 from vera.engine.engine import Engine
 from vera.engine.text import encode_chat
-from vera.errors import VeraError
+from vera.errors import UnsupportedModel, VeraError
 from vera.llm import LLM
 from vera.models import LoadedModel
 from vera.sampling_params import SamplingParams
@@ -30,7 +30,8 @@ QUESTIONS = (
 
 def run_demo(model: LoadedModel, *, context: int, max_tokens: int, num_threads: int | None, console: Console) -> dict[str, Any]:
     """Streams the answers to `console` and ends with a table; returns the table's figures, JSON-ready."""
-    assert model.tokenizer is not None
+    if model.tokenizer is None:
+        raise UnsupportedModel(f"{model.spec.name} has no tokenizer, so the demo cannot ask it anything; name another model")
     document = document_excerpt(model.tokenizer, context)
     conversations = [[{"role": "user", "content": f"{document}\n\n{question}"}] for question in QUESTIONS]
     prompts = [encode_chat(model.tokenizer, conversation) for conversation in conversations]
@@ -83,12 +84,16 @@ def _progress(engine: Engine, answers: list[str]) -> Group:
 def _table(result: dict[str, Any]) -> Table:
     table = Table("measure", "native", title="what it cost")
     table.columns[1].justify = "right"
-    table.add_row("prefill", f"{result['prefill_tokens_per_s']:,.0f} tokens/s")
-    table.add_row("decode", f"{result['decode_tokens_per_s']:,.1f} tokens/s")
-    table.add_row("time to first token, median", f"{result['ttft_ms_p50'] / 1e3:,.1f} s")
-    table.add_row("between tokens, P50", f"{result['itl_ms_p50']:,.0f} ms")
-    table.add_row("between tokens, P99", f"{result['itl_ms_p99']:,.0f} ms")
+    table.add_row("prefill", _number(result["prefill_tokens_per_s"], "tokens/s"))
+    table.add_row("decode", _number(result["decode_tokens_per_s"], "tokens/s"))
+    table.add_row("time to first token, median", _number(result["ttft_ms_p50"], "ms"))
+    table.add_row("between tokens, P50", _number(result["itl_ms_p50"], "ms"))
+    table.add_row("between tokens, P99", _number(result["itl_ms_p99"], "ms"))
     table.add_row("cache in use, peak", f"{result['cache_bytes'] / 2**20:,.0f} MiB")
     table.add_row("prompt tokens", f"{result['prompt_tokens']:,}")
     table.add_row("of them reused by prefix", f"{result['prefix_tokens_reused']:,}")
     return table
+
+
+def _number(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:,.0f} {unit}"

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vera.config import CacheConfig, EngineConfig
 from vera.engine.engine import Engine
@@ -82,7 +82,8 @@ class LLM:
             print(llm.chat([{"role": "user", "content": "What is the capital of France?"}])[0].text)
 
     `model`: a Hugging Face folder, a `.gguf` file, `"embedded"`, or a transformers model that is loaded already (with its
-    `tokenizer`). `cache`: `"native"`, a CacheConfig, or a dict of its fields. Further settings are those of EngineConfig.
+    `tokenizer`). `dtype`: what a model that is loaded here is held in; float32 if not given. `cache`: `"native"`, a CacheConfig,
+    or a dict of its fields. Further settings are those of EngineConfig.
     Not thread-safe.
     """
 
@@ -90,15 +91,17 @@ class LLM:
         self,
         model: str | Path | PreTrainedModel | LoadedModel = "embedded",
         *,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         cache: str | CacheConfig | Mapping[str, Any] = "native",
-        dtype: str = "float32",
+        dtype: str | None = None,
         **engine: Any,
     ) -> None:
         config = EngineConfig.from_dict({"cache": _cache_config(cache), **engine})
         self._engine: Engine | None = Engine(_loaded(model, tokenizer, dtype), config)
         self._inboxes: dict[str, deque[Update]] = {}
         """Updates that a step brought and the request's reader has not taken yet."""
+        self._abandoned: deque[str] = deque()
+        """Requests whose streams were dropped without being closed."""
 
     @property
     def engine(self) -> Engine:
@@ -134,13 +137,25 @@ class LLM:
         prompts = [encode_chat(self._tokenizer, conversation, **template) for conversation in conversations]  # type: ignore[arg-type]
         return self._complete(prompts, params, progress=progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
-        """The updates of one answer as they come. Several streams may be read in turn; leaving one early aborts its request."""
-        return self._follow([self._submit(encode_prompt(self._tokenizer, prompt), params or SamplingParams())])
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cancelled: Callable[[], bool] | None = None
+    ) -> AnswerStream:
+        """The updates of one answer as they come. Several streams may be read in turn; closing one early aborts its request.
 
-    def stream_chat(self, messages: Messages, params: SamplingParams | None = None, **template: Any) -> Iterator[Update]:
+        `cancelled` is asked before each step; once it is true the answer ends, and its last update says `abort`.
+        """
+        return AnswerStream(self, encode_prompt(self._tokenizer, prompt), params or SamplingParams(), cancelled)
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        cancelled: Callable[[], bool] | None = None,
+        **template: Any,
+    ) -> AnswerStream:
         """The same for a conversation."""
-        return self._follow([self._submit(encode_chat(self._tokenizer, messages, **template), params or SamplingParams())])
+        return AnswerStream(self, encode_chat(self._tokenizer, messages, **template), params or SamplingParams(), cancelled)
 
     def close(self) -> None:
         """Ends all requests and frees the cache and, unless the caller holds it too, the model. Idempotent."""
@@ -166,26 +181,29 @@ class LLM:
         self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None, *, progress: bool
     ) -> list[Output]:
         outputs = [Output(prompt, []) for prompt in prompts]
+        answers: deque[tuple[Output, Completion, SamplingParams]] = deque()
+        for output, wanted in zip(outputs, _one_each(params, len(prompts)), strict=True):
+            for index, answer in enumerate(wanted.answers()):
+                self.engine.check_request(output.prompt_token_ids, answer)
+                output.completions.append(Completion(index))
+                answers.append((output, output.completions[-1], answer))
         homes: dict[str, tuple[Output, Completion]] = {}
         try:
-            for output, wanted in zip(outputs, _one_each(params, len(prompts)), strict=True):
-                for index, answer in enumerate(wanted.answers()):
-                    completion = Completion(index)
-                    output.completions.append(completion)
-                    homes[self._submit(output.prompt_token_ids, answer)] = output, completion
-        except BaseException:
+            with _bar(len(answers), visible=progress) as advance:
+                while answers or homes:
+                    # More than may wait is handed in as room appears.
+                    while answers and self.engine.num_waiting < self.engine.config.max_waiting:
+                        output, completion, answer = answers.popleft()
+                        homes[self._submit(output.prompt_token_ids, answer)] = output, completion
+                    self._step()
+                    for update in [update for request_id in homes for update in self._take(request_id)]:
+                        _enter(update, *homes[update.request_id])
+                        if update.finished:
+                            del homes[update.request_id]
+                            advance()
+        finally:
             for request_id in homes:
                 self._drop(request_id)
-            raise
-        with _bar(len(homes), visible=progress) as advance:
-            for update in self._follow(list(homes)):
-                output, completion = homes[update.request_id]
-                completion.add(update)
-                output.prompt_logprobs = output.prompt_logprobs or update.prompt_logprobs
-                if completion.index == 0:
-                    output.num_cached_tokens = update.num_cached_tokens
-                if update.finished:
-                    advance()
         return outputs
 
     def _submit(self, prompt: list[int], params: SamplingParams) -> str:
@@ -193,46 +211,84 @@ class LLM:
         self._inboxes[request_id] = deque()
         return request_id
 
-    def _follow(self, request_ids: list[str]) -> Iterator[Update]:
-        """The updates of these requests until all are finished; steps the engine when none is waiting to be read."""
-        unfinished = set(request_ids)
-        try:
-            while unfinished:
-                ready = [update for request_id in request_ids for update in self._take(request_id)]
-                if not ready:
-                    self._step()
-                for update in ready:
-                    if update.finished:
-                        unfinished.remove(update.request_id)
-                        self._inboxes.pop(update.request_id, None)
-                    yield update
-        finally:
-            for request_id in unfinished:
-                self._drop(request_id)
-
     def _take(self, request_id: str) -> list[Update]:
-        if self._engine is None:
-            raise EngineStopped("this LLM was closed while an answer was being read")
+        """What has come for this request and was not taken yet."""
         inbox = self._inboxes.get(request_id)
-        return [inbox.popleft() for _ in range(len(inbox))] if inbox else []
+        taken = [inbox.popleft() for _ in range(len(inbox))] if inbox else []
+        if taken and taken[-1].finished:
+            del self._inboxes[request_id]
+        return taken
 
     def _step(self) -> None:
+        while self._abandoned:
+            self._drop(self._abandoned.popleft())
         for update in self.engine.step():
             if (inbox := self._inboxes.get(update.request_id)) is not None:
                 inbox.append(update)
 
     def _drop(self, request_id: str) -> None:
-        if self._engine is not None:
+        if self._inboxes.pop(request_id, None) is not None and self._engine is not None:
             self._engine.abort(request_id)
-        self._inboxes.pop(request_id, None)
 
 
-def _loaded(model: str | Path | PreTrainedModel | LoadedModel, tokenizer: Any, dtype: str) -> LoadedModel:
+class AnswerStream(Iterator[Update]):
+    """The updates of one answer. Steps the engine when none is waiting to be read."""
+
+    def __init__(self, llm: LLM, prompt: list[int], params: SamplingParams, cancelled: Callable[[], bool] | None) -> None:
+        self._llm = llm
+        self._cancelled = cancelled
+        self._ready: deque[Update] = deque()
+        self._ended = True
+        self.request_id = llm._submit(prompt, params)
+        self._ended = False
+
+    def __next__(self) -> Update:
+        while not self._ready:
+            if self._ended:
+                raise StopIteration
+            engine = self._llm.engine
+            self._ready.extend(self._llm._take(self.request_id))
+            if not self._ready:
+                if self._cancelled is not None and self._cancelled():
+                    engine.abort(self.request_id)
+                self._llm._step()
+        update = self._ready.popleft()
+        self._ended = update.finished
+        return update
+
+    def close(self) -> None:
+        """Ends the answer if it is still running."""
+        self._ended = True
+        self._ready.clear()
+        self._llm._drop(self.request_id)
+
+    def __del__(self) -> None:
+        # The collector may come by in the middle of a step, so the request is only marked; the next step ends it.
+        if not self._ended:
+            self._llm._abandoned.append(self.request_id)
+
+
+def _enter(update: Update, output: Output, completion: Completion) -> None:
+    completion.add(update)
+    output.prompt_logprobs = output.prompt_logprobs or update.prompt_logprobs
+    if completion.index == 0:
+        output.num_cached_tokens = update.num_cached_tokens
+
+
+def _loaded(
+    model: str | Path | PreTrainedModel | LoadedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: str | None
+) -> LoadedModel:
+    if isinstance(model, str | Path):
+        if tokenizer is not None:
+            raise ConfigError("tokenizer is only taken with a transformers model; a folder or .gguf file brings its own")
+        return load_model(model, dtype=dtype or "float32")
+    if dtype is not None:
+        raise ConfigError(f"dtype={dtype!r} is only taken with a folder or .gguf file; a loaded model has its own")
     if isinstance(model, PreTrainedModel):
         return adopt_model(model, tokenizer)
     if tokenizer is not None:
-        raise ConfigError("tokenizer is only taken with a transformers model; a folder or .gguf file brings its own")
-    return model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype)
+        raise ConfigError("tokenizer is only taken with a transformers model; this one was loaded with its own")
+    return model
 
 
 def _cache_config(cache: str | CacheConfig | Mapping[str, Any]) -> CacheConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -58,10 +58,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Lists are what people and JSON give; the frozen object holds tuples.
-        given: Any = self.stop
-        object.__setattr__(self, "stop", (given,) if isinstance(given, str) else tuple(given))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        given: dict[str, Any] = {name: getattr(self, name) for name in ("stop", "stop_token_ids", "logit_bias")}
+        object.__setattr__(self, "stop", (given["stop"],) if isinstance(given["stop"], str) else _tuple("stop", given["stop"]))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", given["stop_token_ids"]))
+        if not isinstance(given["logit_bias"], Mapping):
+            raise ConfigError(f"logit_bias={given['logit_bias']!r} must map token ids to numbers")
+        object.__setattr__(self, "logit_bias", dict(given["logit_bias"]))
         _number("temperature", self.temperature, 0, 10)
         _integer("top_k", self.top_k, 0, None)
         _number("top_p", self.top_p, 0, 1, above=True)
@@ -109,6 +111,12 @@ class SamplingParams:
         if unknown := sorted(set(values) - set(known)):
             raise ConfigError(f"unknown sampling parameter {', '.join(unknown)}; known are {', '.join(known)}")
         return cls(**values)
+
+
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise ConfigError(f"{name}={value!r} must be a list")
+    return tuple(value)
 
 
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:

@@ -12,35 +12,44 @@ from vera.errors import ConfigError
 
 __all__ = ["advise_hugepages", "make_backend"]
 
-_HOW_TO_GET_IT = "install a C++17 compiler (Debian: apt install g++ python3-dev) and install Vera again"
+_HOW_TO_GET_IT = "install a C++17 compiler (GCC 11 or newer; Debian: apt install g++ python3-dev) and install Vera again"
 
 
-def make_backend(name: str) -> AttentionBackend:
-    """The backend called `cpu` or `reference`; `auto` is `cpu` where the native kernel was built, else `reference` and a warning.
+MAX_KERNEL_GROUP = 64
+"""Most query heads that may share a KV head in the native kernel."""
 
-    Raises ConfigError for another name, for `cpu` without a native kernel, and for a VERA_CPU_ISA that this CPU cannot run.
+
+def make_backend(name: str, *, group: int = 1) -> AttentionBackend:
+    """The backend called `cpu` or `reference`; `auto` is `cpu` where that can serve, else `reference` with a warning.
+
+    `group` is the number of query heads that share a KV head. Raises ConfigError for another name, for `cpu` where there is no
+    native kernel or the group is too large for it, and for a VERA_CPU_ISA that this CPU cannot run.
     """
     if name not in ("auto", "cpu", "reference"):
         raise ConfigError(f"attention_backend={name!r} is not one of auto, cpu, reference")
     if name == "reference":
         return ReferenceAttention()
-    try:
-        from vera.attention.cpu import CpuAttention
-    except ImportError as error:
+    if why := _why_no_kernel(group):
         if name == "cpu":
-            raise ConfigError(
-                f"attention_backend='cpu' needs the native kernel, which is not there ({error}); {_HOW_TO_GET_IT}"
-            ) from error
-        warnings.warn(
-            f"The native attention kernel is not there ({error}); attention runs in plain torch, several times slower. "
-            f"To get the kernel, {_HOW_TO_GET_IT}.",
-            stacklevel=2,
-        )
+            raise ConfigError(f"attention_backend='cpu' cannot be: {why}")
+        warnings.warn(f"Attention runs in plain torch, several times slower: {why}", stacklevel=2)
         return ReferenceAttention()
+    from vera.attention.cpu import CpuAttention
+
     try:
         return CpuAttention()
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _why_no_kernel(group: int) -> str | None:
+    try:
+        import vera.attention.cpu  # noqa: F401
+    except ImportError as error:
+        return f"the native kernel is not there ({error}); to get it, {_HOW_TO_GET_IT}"
+    if group > MAX_KERNEL_GROUP:
+        return f"{group} query heads share a KV head, and the native kernel takes at most {MAX_KERNEL_GROUP}"
+    return None
 
 
 def advise_hugepages(buffer: Tensor) -> bool:

@@ -55,17 +55,19 @@ def check_call(
 
 def _check_table(name: str, table: Tensor, shape: list[int | None]) -> None:
     fits = table.dim() == len(shape) and all(want is None or have == want for have, want in zip(table.shape, shape, strict=True))
-    if not fits or table.dtype != torch.int32 or not table.is_contiguous():
+    if not fits or table.dtype != torch.int32 or not table.is_cpu or not table.is_contiguous():
         wanted = ["any" if size is None else size for size in shape]
-        raise ValueError(f"{name} is {table.dtype} of shape {list(table.shape)}; it must be a contiguous int32 {wanted}")
+        raise ValueError(
+            f"{name} is {table.dtype} of shape {list(table.shape)}; it must be a contiguous int32 {wanted} on the CPU"
+        )
 
 
 def _check_rows(name: str, rows: Tensor, tokens: int, heads: int | None, head_dim: int) -> None:
     shape = rows.shape
     fits = len(shape) == 3 and shape[0] == tokens and heads in (None, shape[1]) and shape[2] == head_dim
-    if not fits or rows.dtype != torch.float32 or rows.stride(2) != 1:
+    if not fits or rows.dtype != torch.float32 or not rows.is_cpu or rows.stride(2) != 1:
         wanted = [tokens, "heads" if heads is None else heads, head_dim]
         raise ValueError(
             f"{name} is {rows.dtype} of shape {list(shape)}, strides {list(rows.stride())}; "
-            f"it must be float32 {wanted} with a contiguous last dimension"
+            f"it must be float32 {wanted} on the CPU with a contiguous last dimension"
         )

@@ -11,6 +11,7 @@ from vera import _native
 from vera.attention.checks import check_batch, check_call
 from vera.attention.protocol import LayerAttention, PagedBatch
 
+_LARGEST_WINDOW = 2**30  # longer than any context, and safe to add to a position in 32 bits
 _PAGE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
@@ -76,7 +77,7 @@ class CpuAttention:
             _rows(value),
             output.data_ptr(),
             options.scale,
-            options.window or 0,
+            min(options.window or 0, _LARGEST_WINDOW),
             options.softcap or 0.0,
             0 if options.sinks is None else options.sinks.data_ptr(),
             torch.get_num_threads(),
@@ -85,9 +86,10 @@ class CpuAttention:
 
     def _prepare(self, batch: PagedBatch) -> _PreparedBatch:
         """The kernel's own form of the batch, made once a step."""
-        if self._prepared is None or self._prepared.batch is not batch:
-            self._prepared = _PreparedBatch(batch, _native_batch(batch), batch.tokens)
-        return self._prepared
+        prepared = self._prepared  # a local, because another thread may put its own batch here meanwhile
+        if prepared is None or prepared.batch is not batch:
+            prepared = self._prepared = _PreparedBatch(batch, _native_batch(batch), batch.tokens)
+        return prepared
 
 
 def _native_batch(batch: PagedBatch) -> _native.Batch:

@@ -107,6 +107,18 @@ class PagedCache:
         self._sequences[sequence] = state
         return len(found) * self.config.page_size
 
+    def would_fit(self, token_ids: Sequence[int], *, without: Sequence[str], headroom: int = 0, reuse: bool = True) -> bool:
+        """Whether `admit` would succeed if the sequences `without` were released. Changes nothing."""
+        leaving = [self._sequences[sequence].blocks for sequence in without]
+        shares = np.zeros_like(self.blocks.owners)
+        for blocks in leaving:
+            np.add.at(shares, np.asarray(blocks, dtype=np.int64), 1)
+        num_freed = int(((shares > 0) & (shares == self.blocks.owners)).sum())
+        num_found = self.num_tokens_reusable(token_ids) // self.config.page_size if reuse and self.config.prefix_reuse else 0
+        # Of the blocks found, some may be among those that are available or freed; counting them as taken is on the safe side.
+        needed = self._blocks_for(len(token_ids)) - num_found
+        return needed + headroom <= self.blocks.num_available + num_freed
+
     def reserve(self, sequence: str, num_tokens: int) -> bool:
         """Makes the sequence's blocks reach `num_tokens`. False: no room, nothing changed."""
         state = self._sequences[sequence]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from vera.attention import advise_hugepages
 from vera.attention.protocol import PAGE_DTYPES
+from vera.cache.memory import available_bytes
 from vera.config import CacheConfig
 from vera.errors import CapacityError
 
@@ -44,7 +44,7 @@ def ceiling_bytes(config: CacheConfig) -> int:
     """The most that the cache may take: `cache_max_bytes`, or the ratio of the memory that is available now."""
     if config.cache_max_bytes is not None:
         return config.cache_max_bytes
-    return int(config.cache_max_size_ratio * psutil.virtual_memory().available)
+    return int(config.cache_max_size_ratio * available_bytes())
 
 
 class PagePool:

@@ -13,14 +13,25 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vera.engine.engine import Engine
 from vera.engine.request import Update
-from vera.errors import EngineStopped
+from vera.errors import EngineStopped, RequestError
 from vera.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One answer on its way to its reader."""
+
+    updates: asyncio.Queue[Update | EngineStopped]
+    id: str = ""
+    """The engine's; empty until the request is added."""
+    finished: bool = False
 
 
 class AsyncEngine:
@@ -29,7 +40,12 @@ class AsyncEngine:
     def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
-        self._streams: dict[str, asyncio.Queue[Update | EngineStopped]] = {}
+        self._streams: dict[str, _Stream] = {}
+        """By the engine's id. Entries come and go on the engine's thread; the event loop looks them up."""
+        self._names: set[str | None] = set()
+        """Ids that callers gave to open streams."""
+        self._num_open = 0
+        self._draining = False
         self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -54,38 +70,44 @@ class AsyncEngine:
     ) -> AsyncIterator[Update]:
         """The updates of one answer until it is finished. Leaving the iterator early aborts the request.
 
-        Raises what `Engine.add_request` raises, before the first update, and EngineStopped if the engine ends first.
+        Raises what `Engine.add_request` raises, before the first update, and EngineStopped if the engine ends first. An id may
+        be used again once its stream has ended.
         """
-        added: list[str] = []
+        if self._draining:
+            raise EngineStopped("the engine is closing and takes no new requests")
+        if request_id in self._names:
+            raise RequestError(f"a request {request_id!r} is being answered already; choose another id")
+        stream = _Stream(asyncio.Queue())
+        arrived_at = self._engine.clock()
 
-        def add() -> asyncio.Queue[Update | EngineStopped]:
-            added.append(
-                self._engine.add_request(
-                    prompt_token_ids, params, request_id=request_id, priority=priority, timeout_seconds=timeout_seconds
-                )
+        def add() -> None:
+            # The engine's own ids are never used twice, so a late update of an ended stream reaches nobody.
+            stream.id = self._engine.add_request(
+                prompt_token_ids, params, priority=priority, timeout_seconds=timeout_seconds, arrived_at=arrived_at
             )
-            # Registered on the engine's thread, so before the step that can bring the first update.
-            queue: asyncio.Queue[Update | EngineStopped] = asyncio.Queue()
-            self._streams[added[0]] = queue
-            return queue
+            self._streams[stream.id] = stream
 
-        finished = False
+        def forget() -> None:
+            if self._streams.pop(stream.id, None) is not None and not stream.finished:
+                self._engine.abort(stream.id)
+
         adding = self._call(add)
+        if request_id is not None:
+            self._names.add(request_id)
+        self._num_open += 1
         try:
-            queue = await asyncio.wrap_future(adding)
-            while not finished:
-                update = await queue.get()
+            await asyncio.wrap_future(adding)
+            while not stream.finished:
+                update = await stream.updates.get()
                 if isinstance(update, EngineStopped):
-                    finished = True
                     raise update
-                finished = update.finished
-                yield update
+                stream.finished = update.finished
+                yield update if request_id is None else replace(update, request_id=request_id)
         finally:
-            if not finished and not adding.cancel():
-                # Cancelled before or after the request was added: either way nothing of it may stay.
-                self._post(lambda: added and self._engine.abort(added[0]))
-            if added:
-                self._streams.pop(added[0], None)
+            self._num_open -= 1
+            self._names.discard(request_id)
+            if not adding.cancel():
+                self._post(forget)
 
     async def inspect(self, read: Callable[[Engine], Any]) -> Any:
         """`read(engine)`, run between two steps on the engine's thread."""
@@ -100,14 +122,22 @@ class AsyncEngine:
         return self._thread.is_alive() and self._death is None and self.seconds_since_beat() < longest_step_seconds
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Lets running answers finish for that long, ends the others with an abort, stops the thread. Idempotent."""
+        """Takes no new requests, lets the open ones finish for that long, ends the others with EngineStopped. Idempotent.
+
+        When it is cancelled while it waits, the engine ends at once.
+        """
+        self._draining = True
         deadline = self._clock() + drain_seconds
-        while self._streams and self._thread.is_alive() and self._clock() < deadline:
-            await asyncio.sleep(0.01)
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        if self._thread.ident is not None:
+        try:
+            while self._num_open and self._thread.is_alive() and self._clock() < deadline:
+                await asyncio.sleep(0.01)
+        finally:
+            with self._wake:
+                self._stopping = True
+                self._wake.notify()
+        if self._thread.ident is None:
+            self._engine.close()
+        else:
             await asyncio.to_thread(self._thread.join)
 
     # -- between the threads -------------------------------------------------------------------------------------------
@@ -116,6 +146,8 @@ class AsyncEngine:
         """Has the engine's thread run this between two steps."""
         future: Future[Any] = Future()
         with self._wake:
+            if self._thread.ident is None:
+                raise EngineStopped("the engine's loop was not started; call start first")
             if self._stopping or not self._thread.is_alive():
                 raise EngineStopped(f"the engine's loop has ended: {self._death or 'it was closed'}")
             self._inbox.append((function, future))
@@ -166,8 +198,8 @@ class AsyncEngine:
 
     def _hand_out(self, updates: list[Update]) -> None:
         for update in updates:
-            if (queue := self._streams.get(update.request_id)) is not None:
-                queue.put_nowait(update)
+            if (stream := self._streams.get(update.request_id)) is not None:
+                stream.updates.put_nowait(update)
 
     def _end(self) -> None:
         """Every stream gets its last event, every open call its answer."""
@@ -183,8 +215,8 @@ class AsyncEngine:
         self._engine.close()
 
     def _end_streams(self, stopped: EngineStopped) -> None:
-        for queue in self._streams.values():
-            queue.put_nowait(stopped)
+        for stream in list(self._streams.values()):
+            stream.updates.put_nowait(stopped)
 
     def _on_loop(self, function: Callable[[], Any]) -> None:
         assert self._loop is not None

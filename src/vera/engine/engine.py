@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,14 +75,15 @@ class Engine:
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         self.model = model
-        self.backend = make_backend(self.config.attention_backend)
         spec = model.spec
+        self.backend = make_backend(self.config.attention_backend, group=spec.num_query_heads // spec.num_kv_heads)
         shape = CacheShape(layers=spec.num_layers, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
         self.cache = PagedCache(shape, self.config.cache, identity=spec.weights_revision)
+        self._revision = spec.weights_revision
         self.max_model_len = self._served_length()
         self.stats = EngineStats()
         self.step_times = StepTimes()
-        self._clock = clock
+        self.clock = clock
         self._runner = Runner(model, self.backend)
         self._sampler = Sampler()
         self._scheduler = Scheduler(
@@ -103,27 +106,51 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         timeout_seconds: float | None = None,
+        arrived_at: float | None = None,
     ) -> str:
         """Queues one answer (`params.n` must be 1; see `SamplingParams.answers`) and returns its id.
 
-        Lower `priority` runs first. Raises RequestError for what cannot be honoured, RequestTooLong for what can never fit;
-        neither disturbs the other requests.
+        Lower `priority` runs first. `arrived_at`, by `clock`, is when the caller got the request, if that is not now. Raises
+        RequestError for what cannot be honoured, RequestTooLong for what can never fit, CapacityError when too many wait; none
+        of them disturbs the other requests.
         """
-        if self._closed:
-            raise EngineStopped("the engine was closed; make a new one")
         params = params or SamplingParams()
+        prompt = self.check_request(prompt_token_ids, params)
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
-        self._check(prompt_token_ids, params, request_id, timeout_seconds)
+        self._check_terms(request_id, priority, timeout_seconds)
         if self.num_waiting >= self.config.max_waiting:
             raise CapacityError(f"{self.config.max_waiting} requests are waiting already; try later or raise max_waiting")
-        request = self._new_request(request_id, arrival, prompt_token_ids, params)
+        request = self._new_request(request_id, arrival, prompt, params)
         request.priority = priority
+        request.arrived_at = request.arrived_at if arrived_at is None else arrived_at
         if timeout_seconds is not None:
             request.deadline = request.arrived_at + timeout_seconds
-        self._requests[request_id] = request
         self._scheduler.add(request)
+        self._requests[request_id] = request
         return request_id
+
+    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """What `add_request` would refuse of a prompt and its parameters at any time, refused now. Returns the checked prompt."""
+        if self._closed:
+            raise EngineStopped("the engine was closed; make a new one")
+        if params.n != 1:
+            raise RequestError(f"n={params.n}: a request is one answer here; add one for each of SamplingParams.answers()")
+        prompt = _whole_numbers(prompt_token_ids)
+        if not prompt:
+            raise RequestError("the prompt has no tokens; give at least one")
+        vocab = self.model.spec.vocab_size
+        for name, ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if not all(0 <= token < vocab for token in ids):
+                wrong = next(token for token in ids if not 0 <= token < vocab)
+                raise RequestError(f"{name} has token id {wrong}, outside the vocabulary 0 to {vocab - 1}")
+        wanted = params.max_tokens or max(1, params.min_tokens)
+        if len(prompt) + wanted > self.max_model_len:
+            raise RequestTooLong(
+                f"the prompt's {len(prompt)} tokens plus {wanted} to generate are above the {self.max_model_len} tokens served; "
+                "shorten the prompt, lower max_tokens, or serve more (max_model_len, the cache's ceiling)"
+            )
+        return prompt
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now; the next step returns its last update. False: there is no such request (any more)."""
@@ -138,11 +165,11 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return len(self._scheduler.running)
+        return 0 if self._closed else len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._scheduler.waiting)
+        return 0 if self._closed else len(self._scheduler.waiting)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -151,6 +178,13 @@ class Engine:
 
         A model failure ends the requests of that step with an error and leaves the engine serving.
         """
+        if not self._closed:
+            self._step()
+        updates, self._updates = self._updates, []
+        return updates
+
+    def _step(self) -> None:
+        self._follow_weights()
         self._expire()
         times = StepTimes()
         with times.lap("schedule"):
@@ -171,8 +205,6 @@ class Engine:
             times.attention = self._runner.attention_seconds
             self._count_step(chunks, times)
         self.step_times = times
-        updates, self._updates = self._updates, []
-        return updates
 
     # -- beside the loop -----------------------------------------------------------------------------------------------
 
@@ -210,7 +242,7 @@ class Engine:
         if self._requests:
             raise RequestError(f"{len(self._requests)} requests are unfinished; finish or abort them before the weights change")
         self.model.replace_weights(state_dict)
-        self.cache.forget(self.model.spec.weights_revision)
+        self._follow_weights()
 
     def close(self) -> None:
         """Ends all requests and gives model and cache memory back (once the caller drops its own references). Idempotent."""
@@ -249,28 +281,13 @@ class Engine:
             )
         return served
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams, request_id: str, timeout: float | None) -> None:
-        vocab = self.model.spec.vocab_size
-        if params.n != 1:
-            raise RequestError(
-                f"n={params.n}: a request is one answer here; add one request for each of SamplingParams.answers()"
-            )
-        if request_id in self._requests:
+    def _check_terms(self, request_id: str, priority: int, timeout: float | None) -> None:
+        if request_id in self._requests or any(update.request_id == request_id for update in self._updates):
             raise RequestError(f"a request {request_id!r} is running or waiting already; choose another id")
-        if timeout is not None and timeout <= 0:
-            raise RequestError(f"timeout_seconds={timeout} must be above 0")
-        if not prompt:
-            raise RequestError("the prompt has no tokens; give at least one")
-        for name, ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            if not all(0 <= token < vocab for token in ids):
-                wrong = next(token for token in ids if not 0 <= token < vocab)
-                raise RequestError(f"{name} has token id {wrong}, outside the vocabulary 0 to {vocab - 1}")
-        wanted = params.max_tokens or 1
-        if len(prompt) + wanted > self.max_model_len:
-            raise RequestTooLong(
-                f"the prompt's {len(prompt)} tokens plus {wanted} to generate are above the {self.max_model_len} tokens served; "
-                "shorten the prompt, lower max_tokens, or serve more (max_model_len, the cache's ceiling)"
-            )
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise RequestError(f"priority={priority!r} must be a whole number; lower runs first")
+        if timeout is not None and not 0 < timeout < math.inf:
+            raise RequestError(f"timeout_seconds={timeout} must be above 0 and finite; leave it out for no deadline")
 
     def _new_request(self, request_id: str, arrival: int, prompt: Sequence[int], params: SamplingParams) -> Request:
         seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
@@ -284,13 +301,22 @@ class Engine:
             text=AnswerText(self.model.tokenizer, params),
             max_tokens=min(params.max_tokens or room, room),
             arrival=arrival,
-            arrived_at=self._clock(),
+            arrived_at=self.clock(),
             token_ids=list(prompt),
             output_token_ids=outputs,
         )
 
+    def _follow_weights(self) -> None:
+        """Weights may have been replaced through another engine over the same model: nothing of the old ones is used again."""
+        revision = self.model.spec.weights_revision
+        if revision != self._revision:
+            for request in list(self._requests.values()):
+                self._end(request, FinishReason.ERROR, error="the model's weights were replaced while this request ran")
+            self.cache.forget(revision)
+            self._revision = revision
+
     def _expire(self) -> None:
-        now = self._clock()
+        now = self.clock()
         for request in list(self._requests.values()):
             if request.deadline is not None and now >= request.deadline:
                 self._end(request, FinishReason.TIMEOUT)
@@ -303,17 +329,24 @@ class Engine:
 
     def _commit(self, chunks: Sequence[Chunk], logits: StepLogits, sampled: Sequence[Sampled | None]) -> None:
         """Makes the step's results final: from here on they are history."""
-        now = self._clock()
+        now = self.clock()
         for chunk, prompt_logits, token in zip(chunks, logits.prompt, sampled, strict=True):
-            request = chunk.request
-            if token is not None and not token.finite:
-                self._end(request, FinishReason.ERROR, error=_NOT_FINITE)
-                continue
-            self._keep_prompt_logprobs(chunk, prompt_logits)
-            request.num_computed = chunk.stop
-            self.cache.commit(request.id, request.token_ids, chunk.stop)
-            if token is not None:
-                self._append(request, token, now)
+            try:
+                self._commit_chunk(chunk, prompt_logits, token, now)
+            except Exception as error:
+                _log.exception("request %s failed", chunk.request.id)
+                self._fail([chunk], error)
+
+    def _commit_chunk(self, chunk: Chunk, prompt_logits: torch.Tensor, token: Sampled | None, now: float) -> None:
+        request = chunk.request
+        if token is not None and not token.finite:
+            self._end(request, FinishReason.ERROR, error=_NOT_FINITE)
+            return
+        self._keep_prompt_logprobs(chunk, prompt_logits)
+        request.num_computed = chunk.stop
+        self.cache.commit(request.id, request.token_ids, chunk.stop)
+        if token is not None:
+            self._append(request, token, now)
 
     def _keep_prompt_logprobs(self, chunk: Chunk, logits: torch.Tensor) -> None:
         request, rows = chunk.request, prompt_rows(chunk)
@@ -397,15 +430,31 @@ class Engine:
         error: str | None = None,
     ) -> None:
         """The last update of a request; its blocks go back to the cache."""
-        update = update or Update(request.id, num_cached_tokens=request.num_cached or 0)
-        delta = update.delta + request.text.finish()
-        self._updates.append(replace(update, delta=delta, finish_reason=reason, stop_reason=stop_reason, error=error))
         self._scheduler.remove(request, discard=reason is FinishReason.ERROR)
         del self._requests[request.id]
         self.stats.finished[reason.value] += 1
+        update = update or Update(request.id, num_cached_tokens=request.num_cached or 0)
+        delta = update.delta + _rest_of_text(request)
+        self._updates.append(replace(update, delta=delta, finish_reason=reason, stop_reason=stop_reason, error=error))
 
 
 def _logprobs(token: Sampled) -> list[TokenLogprob]:
     if token.logprob is None or token.rank is None:
         return []
     return [TokenLogprob(token.token_id, token.logprob, token.rank, token.top_logprobs)]
+
+
+def _rest_of_text(request: Request) -> str:
+    """What was held back; nothing if the tokenizer breaks on it, because a request must be able to end."""
+    try:
+        return request.text.finish()
+    except Exception:
+        _log.exception("the end of request %s could not be decoded", request.id)
+        return ""
+
+
+def _whole_numbers(token_ids: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(token) for token in token_ids]
+    except TypeError:
+        raise RequestError("a token id in the prompt is not a whole number") from None

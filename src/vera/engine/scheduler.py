@@ -7,7 +7,6 @@ second chase the first. A prompt, a decode and a rebuild after a preemption are 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vera.cache import PagedCache, Span
@@ -61,25 +60,19 @@ class Scheduler:
         request.status = Status.FINISHED
 
     def schedule(self) -> list[Chunk]:
-        """The next step's work, by rank. Admits and preempts as needed; every chunk's blocks are there when this returns."""
-        budget = self._max_batch_tokens
-        chunks: dict[str, Chunk] = {}
-        for request in self._decodes_first():
-            if request.status is not Status.RUNNING:
-                continue  # preempted a moment ago
-            take = min(request.num_pending, budget)
-            if take and self._make_room(request, request.num_computed + take, chunks):
-                chunks[request.id] = Chunk(request, request.num_computed, request.num_computed + take)
-                budget = self._max_batch_tokens - sum(chunk.stop - chunk.start for chunk in chunks.values())
-        while budget and self.waiting:
-            request = self.waiting[0]
-            if not self._admit(request, chunks):
-                break
-            budget = self._max_batch_tokens - sum(chunk.stop - chunk.start for chunk in chunks.values())
-            take = min(request.num_pending, budget)
-            chunks[request.id] = Chunk(request, request.num_computed, request.num_computed + take)
-            budget -= take
-        return sorted(chunks.values(), key=lambda chunk: chunk.request.rank)
+        """The next step's work, by rank. Admits and preempts as needed; every chunk's blocks are there when this returns.
+
+        Requests that need one token come first, so that a long prompt holds up nobody's answer; then prompts, running and
+        waiting ones by rank.
+        """
+        plan = _Plan(self._max_batch_tokens)
+        for request in self._running(decoding=True):
+            self._continue(request, plan)
+        for request in self._running(decoding=False):
+            self._admit_waiting(plan, ahead_of=request)
+            self._continue(request, plan)
+        self._admit_waiting(plan)
+        return sorted(plan.chunks.values(), key=lambda chunk: chunk.request.rank)
 
     def preempt(self, request: Request) -> None:
         """Takes a running request's blocks; it starts over from what is still cached when its turn comes."""
@@ -102,30 +95,39 @@ class Scheduler:
         for request in self.running:
             assert 0 <= request.num_computed < len(request.token_ids)
 
-    def _decodes_first(self) -> Iterator[Request]:
-        """Running requests by rank, those that need one token before those that need more: a long prompt starves nobody."""
-        running = list(self.running)
-        yield from (request for request in running if request.num_pending == 1)
-        yield from (request for request in running if request.num_pending > 1)
+    def _running(self, *, decoding: bool) -> list[Request]:
+        return [request for request in self.running if (request.num_pending == 1) == decoding]
 
-    def _make_room(self, request: Request, num_tokens: int, chunks: dict[str, Chunk]) -> bool:
+    def _continue(self, request: Request, plan: _Plan) -> None:
+        """As many tokens of a running request as the budget allows; none if it was preempted a moment ago."""
+        take = min(request.num_pending, plan.budget)
+        if take and request.status is Status.RUNNING and self._make_room(request, request.num_computed + take, plan):
+            plan.add(request)
+
+    def _make_room(self, request: Request, num_tokens: int, plan: _Plan) -> bool:
         """Blocks for this running request, preempting the last in rank. False: it was itself the last."""
         while not self._cache.reserve(request.id, num_tokens):
             victim = self.running[-1]
-            chunks.pop(victim.id, None)
-            self.preempt(victim)
+            self._give_way(victim, plan)
             if victim is request:
                 return False
         return True
 
-    def _admit(self, request: Request, chunks: dict[str, Chunk]) -> bool:
-        """Lets the first waiting request run, if there is a seat and room; running requests of a worse priority give way."""
+    def _admit_waiting(self, plan: _Plan, *, ahead_of: Request | None = None) -> None:
+        """Lets waiting requests run, best first, while there are budget, seats and room."""
+        while plan.budget and self.waiting and (ahead_of is None or self.waiting[0].rank < ahead_of.rank):
+            request = self.waiting[0]
+            if not self._admit(request, plan):
+                return
+            plan.add(request)
+
+    def _admit(self, request: Request, plan: _Plan) -> bool:
+        """Lets the first waiting request run; running requests of a worse priority give way if that is enough."""
         while (cached := self._seat(request)) is None:
-            victim = self.running[-1] if self.running else None
-            if victim is None or victim.priority <= request.priority:
+            worse = [other for other in self.running if other.priority > request.priority]
+            if not worse or not self._would_fit(request, worse):
                 return False
-            chunks.pop(victim.id, None)
-            self.preempt(victim)
+            self._give_way(worse[-1], plan)
         self.waiting.remove(request)
         request.num_computed = cached
         if request.num_cached is None:
@@ -137,5 +139,36 @@ class Scheduler:
         if len(self.running) >= self._max_num_seqs:
             return None
         # A block to spare for each running sequence, so that letting one more in does not at once preempt another.
-        reuse = not request.wants_prompt_logprobs
-        return self._cache.admit(request.id, request.token_ids, headroom=len(self.running), reuse=reuse)
+        return self._cache.admit(request.id, request.token_ids, headroom=len(self.running), reuse=_may_reuse(request))
+
+    def _would_fit(self, request: Request, without: list[Request]) -> bool:
+        """There would be room if these running requests gave way: nobody loses their work for nothing."""
+        ids = [other.id for other in without]
+        headroom = len(self.running) - len(without)
+        return self._cache.would_fit(request.token_ids, without=ids, headroom=headroom, reuse=_may_reuse(request))
+
+    def _give_way(self, request: Request, plan: _Plan) -> None:
+        plan.chunks.pop(request.id, None)
+        self.preempt(request)
+
+
+class _Plan:
+    """The step that is being put together."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.chunks: dict[str, Chunk] = {}
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be added."""
+        return self._max_tokens - sum(chunk.stop - chunk.start for chunk in self.chunks.values())
+
+    def add(self, request: Request) -> None:
+        take = min(request.num_pending, self.budget)
+        self.chunks[request.id] = Chunk(request, request.num_computed, request.num_computed + take)
+
+
+def _may_reuse(request: Request) -> bool:
+    """Log-probabilities of the prompt need every position computed."""
+    return not request.wants_prompt_logprobs

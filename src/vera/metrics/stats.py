@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 RECENT = 10_000
@@ -19,8 +19,12 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def _rate(count: int, seconds: float) -> float:
-    return count / seconds if seconds else math.nan
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if seconds else None
+
+
+def _milliseconds(seconds: Collection[float], share: float) -> float | None:
+    return percentile(seconds, share) * 1e3 if seconds else None
 
 
 def _recent() -> deque[float]:
@@ -50,8 +54,8 @@ class EngineStats:
     time_to_first_token_seconds: deque[float] = field(default_factory=_recent)
     inter_token_seconds: deque[float] = field(default_factory=_recent)
 
-    def snapshot(self) -> dict[str, float | dict[str, int]]:
-        """JSON-ready; latencies in milliseconds over the last `RECENT` samples."""
+    def snapshot(self) -> dict[str, float | dict[str, int] | None]:
+        """JSON-ready; latencies in milliseconds over the last `RECENT` samples, None where there is none."""
         ttft, gaps = self.time_to_first_token_seconds, self.inter_token_seconds
         return {
             "steps": self.steps,
@@ -62,8 +66,8 @@ class EngineStats:
             "decode_tokens_per_s": _rate(self.decode_tokens, self.decode_seconds),
             "preemptions": self.preemptions,
             "finished": dict(self.finished),
-            "ttft_ms_p50": percentile(ttft, 0.5) * 1e3,
-            "ttft_ms_p99": percentile(ttft, 0.99) * 1e3,
-            "itl_ms_p50": percentile(gaps, 0.5) * 1e3,
-            "itl_ms_p99": percentile(gaps, 0.99) * 1e3,
+            "ttft_ms_p50": _milliseconds(ttft, 0.5),
+            "ttft_ms_p99": _milliseconds(ttft, 0.99),
+            "itl_ms_p50": _milliseconds(gaps, 0.5),
+            "itl_ms_p99": _milliseconds(gaps, 0.99),
         }

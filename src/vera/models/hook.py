@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -63,8 +62,7 @@ def vera_attention(
 def flat(heads: Tensor) -> Tensor:
     """`[1, heads, tokens, head_dim]` as `[tokens, heads, head_dim]` float32, last dimension contiguous; a view if it can be."""
     rows = heads.squeeze(0).transpose(0, 1)
-    if rows.dtype != torch.float32:
-        return rows.float()
+    rows = rows.float()
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

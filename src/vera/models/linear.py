@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor, nn
 
+from vera.errors import ConfigError
+
 try:
+    from vera._native import isa
     from vera._native import linear as _linear
 except ImportError:  # there was no compiler when Vera was installed; vera.attention says so
     _KERNEL = None
@@ -26,20 +29,20 @@ class FewRowsLinear(nn.Linear):
     """`nn.Linear` with another kernel for few rows of float32, in inference only."""
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = input.numel() // self.in_features
         weight, bias = self.weight, self.bias
-        # The layer is the caller's too, who may have moved or converted it since.
-        if _KERNEL is None or not 0 < rows <= MAX_ROWS or torch.is_grad_enabled() or not _suits(self) or not _fits(input):
+        if _KERNEL is None or torch.is_grad_enabled() or not _suits(weight, bias) or not _is_few_rows(input, weight):
             return F.linear(input, weight, bias)
-        output = torch.empty(*input.shape[:-1], self.out_features)
+        outputs, inputs = weight.shape
+        input = input.contiguous()
+        output = input.new_empty((*input.shape[:-1], outputs))
         _KERNEL(
             input.data_ptr(),
             weight.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             output.data_ptr(),
-            rows,
-            self.in_features,
-            self.out_features,
+            input.numel() // inputs,
+            inputs,
+            outputs,
             torch.get_num_threads(),
         )
         return output
@@ -49,15 +52,26 @@ def speed_up_linear(module: nn.Module) -> int:
     """Gives every plain float32 linear layer on the CPU the kernel, in place; returns how many. Weights and names stay."""
     if _KERNEL is None:
         return 0
-    chosen = [layer for layer in module.modules() if type(layer) is nn.Linear and _suits(layer)]
+    try:
+        isa()
+    except ValueError as error:  # what VERA_CPU_ISA asks for
+        raise ConfigError(str(error)) from error
+    chosen = [layer for layer in module.modules() if type(layer) is nn.Linear and _suits(layer.weight, layer.bias)]
     for layer in chosen:
         layer.__class__ = FewRowsLinear
     return len(chosen)
 
 
-def _suits(layer: nn.Linear) -> bool:
-    return _fits(layer.weight) and (layer.bias is None or _fits(layer.bias))
+def _suits(weight: Tensor, bias: Tensor | None) -> bool:
+    """Looked at in every call: the layer is its caller's too, who may have moved, converted or replaced its parameters."""
+    fits = _is_float32(weight) and weight.dim() == 2 and weight.is_contiguous() and weight.shape[1] > 0
+    return fits and (bias is None or (_is_float32(bias) and bias.shape == weight.shape[:1] and bias.is_contiguous()))
 
 
-def _fits(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+def _is_few_rows(input: Tensor, weight: Tensor) -> bool:
+    inputs = weight.shape[1]
+    return _is_float32(input) and input.dim() > 0 and input.shape[-1] == inputs and 0 < input.numel() <= MAX_ROWS * inputs
+
+
+def _is_float32(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_cpu
