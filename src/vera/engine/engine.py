@@ -208,10 +208,6 @@ class Engine:
 
     # -- beside the loop -----------------------------------------------------------------------------------------------
 
-    def num_cached_tokens(self, request_id: str) -> int:
-        """Prompt tokens that a live request found in the cache at its first admission; 0 while it waits."""
-        return self._requests[request_id].num_cached or 0
-
     def duplicate(self, request_id: str) -> str:
         """A running request once more, with pages of its own: how a benchmark fills a batch from one prefill.
 
