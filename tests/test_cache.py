@@ -73,6 +73,19 @@ def test_look_up_is_pinned_before_room_is_made():
     cache.check_invariants()
 
 
+@pytest.mark.parametrize(("num_blocks", "fits"), [(6, True), (7, False)])
+def test_blocks_that_would_be_shared_are_not_counted_as_room(num_blocks, fits):
+    cache = make_cache(blocks=6)
+    stem = TOKENS[:64]
+    fill(cache, "a", stem)
+    cache.release("a")  # four idle blocks, all of which are found again
+    fill(cache, "b", list(range(200, 232)))
+    tokens = [*stem, *range(300, 300 + 16 * (num_blocks - 4))]
+    assert cache.would_fit(tokens, without=["b"]) == fits
+    cache.release("b")
+    assert (cache.admit("c", tokens) is not None) == fits
+
+
 def test_reserve_takes_a_block_exactly_at_its_border():
     cache = make_cache()
     cache.admit("a", TOKENS[:16])

@@ -76,9 +76,7 @@ class PagedCache:
 
     def num_tokens_reusable(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens a new sequence would find in the cache now."""
-        hashes: list[bytes] = []
-        extend_hashes(hashes, self._salt, token_ids, self.config.page_size)
-        return len(self.blocks.find(self._reusable(hashes, len(token_ids)))) * self.config.page_size
+        return len(self._find(token_ids)) * self.config.page_size
 
     # -- the life of a sequence ----------------------------------------------------------------------------------------
 
@@ -109,15 +107,13 @@ class PagedCache:
 
     def would_fit(self, token_ids: Sequence[int], *, without: Sequence[str], headroom: int = 0, reuse: bool = True) -> bool:
         """Whether `admit` would succeed if the sequences `without` were released. Changes nothing."""
-        leaving = [self._sequences[sequence].blocks for sequence in without]
         shares = np.zeros_like(self.blocks.owners)
-        for blocks in leaving:
-            np.add.at(shares, np.asarray(blocks, dtype=np.int64), 1)
-        num_freed = int(((shares > 0) & (shares == self.blocks.owners)).sum())
-        num_found = self.num_tokens_reusable(token_ids) // self.config.page_size if reuse and self.config.prefix_reuse else 0
-        # Of the blocks found, some may be among those that are available or freed; counting them as taken is on the safe side.
-        needed = self._blocks_for(len(token_ids)) - num_found
-        return needed + headroom <= self.blocks.num_available + num_freed
+        for sequence in without:
+            np.add.at(shares, np.asarray(self._sequences[sequence].blocks, dtype=np.int64), 1)
+        unowned = self.blocks.owners == shares  # what `allocate` could then hand out
+        found = self._find(token_ids) if reuse and self.config.prefix_reuse else []
+        unowned[found] = False  # these would be shared, not handed out
+        return self._blocks_for(len(token_ids)) - len(found) + headroom <= int(unowned.sum())
 
     def reserve(self, sequence: str, num_tokens: int) -> bool:
         """Makes the sequence's blocks reach `num_tokens`. False: no room, nothing changed."""
@@ -193,6 +189,12 @@ class PagedCache:
         assert (owners == self.blocks.owners).all(), "owners and sequences disagree"
 
     # -- details -------------------------------------------------------------------------------------------------------
+
+    def _find(self, token_ids: Sequence[int]) -> list[int]:
+        """The blocks of the longest reusable prefix, as they are now."""
+        hashes: list[bytes] = []
+        extend_hashes(hashes, self._salt, token_ids, self.config.page_size)
+        return self.blocks.find(self._reusable(hashes, len(token_ids)))
 
     def _reusable(self, hashes: Sequence[bytes], num_tokens: int) -> Sequence[bytes]:
         return hashes[: (num_tokens - 1) // self.config.page_size]
