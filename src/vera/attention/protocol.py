@@ -41,8 +41,8 @@ class Tiers:
     A page is *exact* where it has a slot, or else a warm address; it is *cold* if it has neither, and then only its sketch can
     be read (`sketch.SketchFormat` says how a sketch is laid out). A sequence is served
 
-    - exactly, if its tolerance is negative, or if none of its blocks has a sketch: the same arithmetic on the same bytes as
-      with slots alone. A cold page raises IndexError.
+    - exactly, if its tolerance is negative, if none of its blocks has a sketch, or in a layer with a window: the same arithmetic
+      on the same bytes as with slots alone. A cold page raises IndexError.
     - within bounds otherwise, when it has one new token. With `q` the query times `scale`, and per query head:
 
       1. Logits of a page from its exact keys if it has a slot or no sketch, else from its sketch. One softmax over all tokens
@@ -65,12 +65,12 @@ class Tiers:
     sketch_bits: int
     """2, 4 or 8."""
     sketch_keys: Tensor
-    """`[num_blocks]` int64: where in `arena` the key part of the block's sketch for layer 0, KV head 0 begins, in bytes; NO_PAGE: the
-    block has no sketch."""
+    """`[num_blocks]` int64: the byte of `arena` where the key part of the block's sketch for layer 0, KV head 0 begins; NO_PAGE:
+    the block has no sketch."""
     sketch_values: Tensor
     """The same for the value part."""
     sketch_stride: int
-    """Bytes from one layer and KV head to the next, in both parts: that of `(l, h)` is `(l * kv_heads + h) * sketch_stride` on."""
+    """Bytes from one layer and KV head to the next, in both parts: `(l, h)` begins `(l * kv_heads + h) * sketch_stride` later."""
     warm: Tensor
     """`[num_blocks, windows]` int64: the address of the exact pages of a block for the layers of one window, laid out
     `[layers of the window, kv_heads]` pages as in `pages`; 0: released."""
