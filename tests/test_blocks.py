@@ -28,6 +28,8 @@ class BlockLife(RuleBasedStateMachine):
         extend_hashes(hashes, bytes([text]), list(range(length)), 1)
         found = self.blocks.find(hashes[:-1])
         self.blocks.share(found)
+        while self.blocks.num_free < length - len(found) and self.blocks.evict() is not None:
+            pass
         fresh = self.blocks.allocate(length - len(found))
         if fresh is None:
             self.blocks.release(found)
@@ -66,7 +68,7 @@ class BlockLife(RuleBasedStateMachine):
     def books_balance(self):
         self.blocks.check_invariants()
         owned = {block for blocks, _, _ in self.sequences for block in blocks}
-        assert self.blocks.num_available == NUM_BLOCKS - len(owned)
+        assert self.blocks.num_free + self.blocks.num_idle == NUM_BLOCKS - len(owned)
 
     @invariant()
     def found_blocks_hold_what_was_asked_for(self):
@@ -84,7 +86,7 @@ def test_no_room_changes_nothing():
     blocks = Blocks(4)
     blocks.allocate(3)
     assert blocks.allocate(2) is None
-    assert blocks.num_available == 1
+    assert blocks.num_free == 1
 
 
 def test_recycled_block_is_no_longer_found_under_its_old_hash():
@@ -93,6 +95,7 @@ def test_recycled_block_is_no_longer_found_under_its_old_hash():
     blocks.seal(block, b"old")
     blocks.release([block])
     assert blocks.find([b"old"]) == [block]
+    assert blocks.evict() == block
     assert blocks.allocate(1) == [block]
     assert blocks.find([b"old"]) == []
 
@@ -105,7 +108,8 @@ def test_found_blocks_survive_an_eviction_once_shared():
     blocks.release(held)
     found = blocks.find([b"a", b"b"])
     blocks.share(found)
-    blocks.allocate(2)
+    assert {blocks.evict(), blocks.evict()} == set(held) - set(found)
+    assert blocks.evict() is None
     assert blocks.find([b"a", b"b"]) == found
     assert blocks.find([b"c"]) == []
 
@@ -116,8 +120,19 @@ def test_the_end_of_a_sequence_is_evicted_before_its_beginning():
     for block, digest in zip(held, (b"a", b"b", b"c"), strict=True):
         blocks.seal(block, digest)
     blocks.release(held)
-    blocks.allocate(1)
+    blocks.evict()
     assert len(blocks.find([b"a", b"b", b"c"])) == 2
+
+
+def test_a_block_can_take_the_place_of_another_with_the_same_content():
+    blocks = Blocks(3)
+    old, new, reader = blocks.allocate(3)
+    blocks.seal(old, b"a")
+    blocks.release([old])
+    assert blocks.supersede(new, b"a") == old  # idle, so it is free now
+    assert blocks.find([b"a"]) == [new]
+    assert blocks.supersede(reader, b"a") is None  # owned: it stays with its owner
+    blocks.check_invariants()
 
 
 def test_hash_depends_on_everything_before_the_block():

@@ -4,7 +4,7 @@ import numpy as np
 import psutil
 import pytest
 
-from vera.cache import CacheShape, PagedCache, Span
+from vera.cache import AdaptiveCache, CacheShape, Span
 from vera.cache.memory import available_bytes
 from vera.config import CacheConfig
 from vera.errors import CapacityError
@@ -16,7 +16,7 @@ TOKENS = list(range(100))
 def make_cache(identity="weights-1", *, blocks=16, shape=SHAPE, **settings):
     settings = {"page_size": 16, "page_dtype": "float32", **settings}
     config = CacheConfig(**settings)
-    return PagedCache(shape, CacheConfig(**settings, cache_max_bytes=blocks * shape.block_bytes(config)), identity=identity)
+    return AdaptiveCache(shape, CacheConfig(**settings, cache_max_bytes=blocks * shape.block_bytes(config)), identity=identity)
 
 
 def fill(cache, sequence="a", tokens=TOKENS):
@@ -107,7 +107,9 @@ def test_batch_names_the_blocks_and_lengths_of_each_span():
 
 
 def test_no_two_blocks_share_a_page():
-    table = make_cache().pool.page_table.numpy()
+    cache = make_cache()
+    assert cache.admit("a", list(range(16 * 16))) == 0
+    table = cache.pool.page_table.numpy()
     assert np.array_equal(np.sort(table.flatten()), np.arange(table.size))
 
 
@@ -157,4 +159,4 @@ def test_idle_bytes_are_not_used_bytes():
 def test_ceiling_that_cannot_be_had_is_a_clear_error():
     shape = CacheShape(layers=1, kv_heads=1, head_dim=256)
     with pytest.raises(CapacityError, match="cannot be had; lower"):
-        PagedCache(shape, CacheConfig(cache_max_bytes=2**55), identity="x")
+        AdaptiveCache(shape, CacheConfig(cache_max_bytes=2**55), identity="x")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from engines import greedy, tokens_of
 from vera.attention import make_backend
 from vera.bench.workload import document_tokens
-from vera.cache import CacheShape, PagedCache, Span
+from vera.cache import AdaptiveCache, CacheShape, Span
 from vera.config import CacheConfig, EngineConfig
 from vera.engine.engine import Engine
 from vera.models import load_model
@@ -125,7 +125,7 @@ def test_fp16_pages_change_next_to_nothing(model, transformers_model):
     with torch.inference_mode():
         reference = transformers_model(input_ids=torch.tensor([tokens]), logits_to_keep=2000, use_cache=False).logits[0]
     shape = CacheShape(model.spec.num_layers, model.spec.num_kv_heads, model.spec.head_dim)
-    cache = PagedCache(shape, CacheConfig(cache_max_bytes=200_000_000), identity=model.spec.weights_revision)
+    cache = AdaptiveCache(shape, CacheConfig(cache_max_bytes=200_000_000), identity=model.spec.weights_revision)
     backend = make_backend("auto")
     cache.admit("text", tokens)
 

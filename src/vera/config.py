@@ -10,8 +10,6 @@ from typing import Any, Self
 
 from vera.errors import ConfigError
 
-_RATIO_RISK = "above 0.8 the process may run out of memory"
-
 
 class _Config:
     """What every stage's settings share: building from a dict and printing the effective values."""
@@ -29,12 +27,16 @@ class _Config:
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
 
+FIDELITIES = ("native", "bounded", "exact")
+"""What a request can ask of an adaptive cache: everything hot; within `attention_tolerance`; every page served exactly."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig(_Config):
-    """The KV cache of one device."""
+    """The KV cache of one device. A value outside its recommended range gives a warning that states the risk (see `risks`)."""
 
     mode: str = "native"
-    """`native`: every page exact in fast memory."""
+    """`native`: every page exact in fast memory. `adaptive`: hot, warm and cold pages."""
     cache_max_size_ratio: float = 0.6
     """Share of the device's available memory that the cache may take; a hard ceiling. Recommended 0.45-0.70."""
     cache_max_bytes: int | None = None
@@ -42,20 +44,100 @@ class CacheConfig(_Config):
     page_size: int = 64
     """Tokens a block."""
     page_dtype: str = "float16"
-    """How pages are stored: float16, bfloat16 or float32."""
+    """How exact pages are stored: float16, bfloat16 or float32."""
     prefix_reuse: bool = True
     """Requests that begin with the same tokens share their full blocks."""
     poison: bool = False
     """Fill pages with NaN when they are handed out and when they come back. For tests: finds reads of stale bytes."""
 
+    hot_score_threshold: float = 0.70
+    """Adaptive: heat score from which a page is hot; 0.5 is an average page. Recommended 0.62-0.78."""
+    cold_drop_step: int = 256
+    """Adaptive: tokens between two scans that release cold pages. Recommended 128-512."""
+    recompute_layer_limit: int = 16
+    """Adaptive: most layers in one recompute, so the length of a window. Recommended 8-16."""
+    attention_tolerance: float = 0.02
+    """Adaptive: largest estimated error of an attention output, as a share of the largest value norms of its pages."""
+    sketch_bits: int = 4
+    """Adaptive: bits of a sketched key or value: 2, 4 or 8."""
+    recalibrate_every: int = 256
+    """Adaptive: generated tokens of a sequence between two rescorings of its pages."""
+    min_context: int = 2048
+    """Adaptive: sequences of up to this many tokens stay native."""
+    fidelity: str = "bounded"
+    """Adaptive: what requests get that ask for nothing else: native, bounded or exact."""
+    warm_store: str = "file"
+    """Adaptive: where exact copies wait outside fast memory: `file` (memory-mapped), `ram`, or `none`."""
+    warm_bytes: int | None = None
+    """Adaptive: most bytes of the warm store, checkpoints included; a hard limit. None: four times the ceiling of the cache."""
+    warm_dir: str | None = None
+    """Adaptive: the folder of the warm file. None: the folder for temporary files."""
+    hot_max_share: float = 0.10
+    """Adaptive: most of a sequence's sketched pages that may be hot at the same time."""
+    recompute_target: tuple[float, float] = (0.08, 0.15)
+    """Adaptive: band for the share of decode steps that restore a cold page, where host memory is short."""
+    recompute_budget: int = 2
+    """Adaptive: most blocks that are restored within one step; cold pages beyond it are served by their sketch and counted."""
+    skip_share: float = 0.25
+    """Adaptive: how much of the tolerance may be spent on negligible values that are not read."""
+
     def __post_init__(self) -> None:
-        _choice("cache mode", self.mode, ("native",))
+        _choice("cache mode", self.mode, ("native", "adaptive"))
         _choice("page_dtype", self.page_dtype, ("float16", "bfloat16", "float32"))
         _choice("page_size", self.page_size, (16, 32, 64, 128))
-        if not _is_number(self.cache_max_size_ratio) or not 0 < self.cache_max_size_ratio <= 0.95:
-            raise ConfigError(f"cache_max_size_ratio={self.cache_max_size_ratio!r} is outside (0, 0.95]; {_RATIO_RISK}")
+        _choice("sketch_bits", self.sketch_bits, (2, 4, 8))
+        _choice("fidelity", self.fidelity, FIDELITIES)
+        _choice("warm_store", self.warm_store, ("file", "ram", "none"))
+        object.__setattr__(self, "recompute_target", tuple(self.recompute_target))  # JSON and YAML have lists
+        for name, (low, high) in _HARD_RANGES.items():
+            _within(name, getattr(self, name), low, high)
+        for name in ("cold_drop_step", "recompute_layer_limit", "recalibrate_every"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("min_context", "recompute_budget"):
+            _at_least(name, getattr(self, name), 0)
         if self.cache_max_bytes is not None:
             _at_least("cache_max_bytes", self.cache_max_bytes, 1)
+        if self.warm_bytes is not None:
+            _at_least("warm_bytes", self.warm_bytes, 0)
+        band = self.recompute_target
+        if not (isinstance(band, tuple) and len(band) == 2 and all(map(_is_number, band)) and 0 <= band[0] < band[1] <= 1):
+            raise ConfigError(f"recompute_target={band!r} must be two shares, the lower one first, such as (0.08, 0.15)")
+
+    def risks(self) -> list[str]:
+        """A line for each setting outside its recommended range: its value, the range, and what it risks."""
+        lines = []
+        for name, (low, high, risk_below, risk_above) in _RECOMMENDED.items():
+            value = getattr(self, name)
+            if (name == "cache_max_size_ratio" and self.cache_max_bytes is not None) or low <= value <= high:
+                continue
+            if self.mode == "native" and name != "cache_max_size_ratio":
+                continue
+            risk = risk_below if value < low else risk_above
+            lines.append(f"{name}={value} is outside the recommended {low} to {high}: {risk}")
+        return lines
+
+
+_HARD_RANGES: dict[str, tuple[float, float]] = {
+    "cache_max_size_ratio": (0.01, 0.95),
+    "hot_score_threshold": (0.0, 1.0),
+    "attention_tolerance": (0.0, 1.0),
+    "hot_max_share": (0.0, 1.0),
+    "skip_share": (0.0, 1.0),
+}
+
+_RECOMMENDED: dict[str, tuple[float, float, str, str]] = {
+    "cache_max_size_ratio": (0.45, 0.70, "few sequences fit", "above 0.8 the process may run out of memory"),
+    "hot_score_threshold": (
+        0.62,
+        0.78,
+        "many hot pages, so more memory",
+        "too few hot pages: more hits and recomputes, latency up",
+    ),
+    "cold_drop_step": (128, 512, "the scans themselves cost time", "cold pages are released late, so host memory fills up"),
+    "recompute_layer_limit": (8, 16, "many windows, so many checkpoints in host memory", "one recompute takes long: P99 jitter"),
+    "attention_tolerance": (0.005, 0.05, "nearly every page is read exactly", "answers drift"),
+}
+"""Recommended low and high, and the risks below and above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +206,15 @@ def _is_number(value: Any) -> bool:
 def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(str, choices))}")
+
+
+def _within(name: str, value: Any, low: float, high: float) -> None:
+    if not _is_number(value) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} is outside {low} to {high}{_hard_risk(name)}")
+
+
+def _hard_risk(name: str) -> str:
+    return f"; {_RECOMMENDED[name][3]}" if name in _RECOMMENDED else ""
 
 
 def _at_least(name: str, value: Any, low: int) -> None:

@@ -6,11 +6,12 @@ import warnings
 
 from torch import Tensor
 
+from vera.attention.moves import copy_bytes, sketch_to
 from vera.attention.protocol import AttentionBackend
 from vera.attention.reference import ReferenceAttention
 from vera.errors import ConfigError
 
-__all__ = ["advise_hugepages", "make_backend"]
+__all__ = ["advise_hugepages", "copy_bytes", "make_backend", "sketch_to"]
 
 _HOW_TO_GET_IT = "install a C++17 compiler (GCC 11 or newer; Debian: apt install g++ python3-dev) and install Vera again"
 

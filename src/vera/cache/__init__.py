@@ -1,6 +1,8 @@
-"""The KV cache. `cache.PagedCache` is its only door."""
+"""The KV cache, native and adaptive. `cache.AdaptiveCache` is its only door."""
 
-from vera.cache.cache import PagedCache, Span
+from vera.cache.cache import AdaptiveCache, Restore
 from vera.cache.pool import CacheShape
+from vera.cache.recompute import BlockOf
+from vera.cache.sequence import CacheUse, Span
 
-__all__ = ["CacheShape", "PagedCache", "Span"]
+__all__ = ["AdaptiveCache", "BlockOf", "CacheShape", "CacheUse", "Restore", "Span"]

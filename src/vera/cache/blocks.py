@@ -4,7 +4,7 @@ A block is `page_size` consecutive tokens of one sequence. It is in exactly one 
 
     free    holds nothing
     owned   `owners[block] >= 1` sequences read it; only its first owner ever wrote it
-    idle    no owner, but it is sealed and in the prefix index: found again by hash, or evicted, least recently used first
+    idle    no owner, but it is sealed and in the prefix index: found again by hash, until it is evicted
 
 A *sealed* block is full and its keys and values are final; only sealed blocks are in the index and only they are shared.
 """
@@ -46,21 +46,34 @@ class Blocks:
         self._hash_of: dict[int, bytes] = {}
 
     @property
-    def num_available(self) -> int:
-        """Blocks that `allocate` can hand out: free ones and idle ones."""
-        return len(self._free) + len(self._idle)
+    def num_free(self) -> int:
+        return len(self._free)
 
     @property
     def num_idle(self) -> int:
         return len(self._idle)
 
+    @property
+    def idle(self) -> list[int]:
+        """The idle blocks, the least recently used one first."""
+        return list(self._idle)
+
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one owner each; idle ones are evicted if need be. None: no room, nothing changed."""
-        if count > self.num_available:
+        """`count` free blocks, with one owner each. None: there are not so many, nothing changed."""
+        if count > len(self._free):
             return None
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        blocks = [self._free.pop() for _ in range(count)]
         self.owners[blocks] = 1
         return blocks
+
+    def evict(self) -> int | None:
+        """Frees the least recently used idle block and returns it (its content is void). None: no block is idle."""
+        if not self._idle:
+            return None
+        block, _ = self._idle.popitem(last=False)
+        del self._index[self._hash_of.pop(block)]
+        self._free.append(block)
+        return block
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """The sealed blocks of the longest known prefix of `hashes`. Changes nothing and pins nothing: `share` at once."""
@@ -83,6 +96,23 @@ class Blocks:
         if digest not in self._index:
             self._index[digest] = block
             self._hash_of[block] = digest
+
+    def supersede(self, block: int, digest: bytes) -> int | None:
+        """Makes `block` the one found for `digest`, in place of another. Returns that one if it was idle: it is free now."""
+        assert self.owners[block] >= 1 and block not in self._hash_of
+        before = self._index.pop(digest)
+        del self._hash_of[before]
+        self._index[digest] = block
+        self._hash_of[block] = digest
+        if before not in self._idle:
+            return None
+        del self._idle[before]
+        self._free.append(before)
+        return before
+
+    def find_one(self, digest: bytes) -> int | None:
+        """The block that has this content, if there is one."""
+        return self._index.get(digest)
 
     def unseal(self, blocks: Sequence[int]) -> None:
         """Takes owned blocks out of the index, whoever else owns them: what they hold is in doubt."""
@@ -129,8 +159,3 @@ class Blocks:
         assert idle <= set(self._hash_of), "an idle block is not in the index"
         assert not free & set(self._hash_of), "a free block is in the index"
         assert {block: digest for digest, block in self._index.items()} == self._hash_of, "index and hashes disagree"
-
-    def _evict(self) -> int:
-        block, _ = self._idle.popitem(last=False)
-        del self._index[self._hash_of.pop(block)]
-        return block

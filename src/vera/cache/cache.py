@@ -1,119 +1,255 @@
-"""The KV cache: the only door to blocks and pages.
+"""The KV cache, native or adaptive: the only door to blocks and pages.
 
-A sequence is known by its id. Its life here: `admit` (prefix look-up, room for its tokens), then for each step `reserve`
-and, once the model has run, `commit`; at the end `release`. Nothing but this module writes block tables.
+A sequence is known by its id. Its life here: `admit` (prefix look-up, room for its tokens), then for each step `reserve` and
+`batch`, the model runs, and `commit` and `settle` make the step final; at the end `release`. Nothing but this module and what it
+owns writes block tables, page tables and tiers.
 """
 
 from __future__ import annotations
 
 import hashlib
-from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from vera.attention.protocol import PagedBatch
+from vera.attention.protocol import NO_PAGE, PagedBatch, TierReport, Tiers
 from vera.cache.blocks import Blocks, extend_hashes
-from vera.cache.pool import CacheShape, PagePool
-from vera.config import CacheConfig
+from vera.cache.features import Heat
+from vera.cache.frames import Role
+from vera.cache.housekeeping import RECENT_BLOCKS, Housekeeper, TierStats
+from vera.cache.pool import CacheShape, Integers, PagePool, ceiling_bytes
+from vera.cache.recompute import BlockOf, Costs, RecomputeTrigger, RestorePass
+from vera.cache.sequence import PROBE_TOKENS, CacheUse, Sequence, Span
+from vera.cache.tiers import TierTables, block_overhead_bytes
+from vera.config import FIDELITIES, CacheConfig
+from vera.errors import ConfigError
 
 _LAYOUT_VERSION = "vera-pages-1"
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """The blocks of one sequence, in order; the first `sealed` of them are full and will not change."""
-
-    blocks: array[int] = field(default_factory=lambda: array("i"))
-    hashes: list[bytes] = field(default_factory=list)
-    sealed: int = 0
-    reuse: bool = True
+_WARM_CEILINGS = 4
+"""The warm store's limit where none is given, in ceilings of the cache."""
+_EXACT = -1.0
+"""In `Tiers.tolerances`: serve the sequence exactly."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The new tokens of one sequence in a step: positions `start` to `stop`."""
+class Restore:
+    """A pass of local recompute, ready to run. The slots it writes to are lent until `finish_restore`."""
 
-    sequence: str
-    start: int
-    stop: int
+    plan: RestorePass
+    batch: PagedBatch
+    """A sequence for each block: its tokens are the new ones, and what lies before them is the context."""
+    hidden: Tensor | None
+    """`[blocks * page_size, hidden]`: what flows into the first layer; None: begin with the token ids."""
+    lent: tuple[Integers, ...]
+    """For each block the slots, `[layers, kv_heads]`."""
 
 
-class PagedCache:
-    """Exact pages in one pool, shared between sequences by prefix."""
+class AdaptiveCache:
+    """Blocks shared between sequences by prefix, their pages hot, warm or cold. In mode `native` all of them stay exact."""
 
-    def __init__(self, shape: CacheShape, config: CacheConfig, *, identity: str) -> None:
-        """`identity` is what makes keys and values differ besides tokens and page format: weights and rope settings."""
+    def __init__(
+        self,
+        shape: CacheShape,
+        config: CacheConfig,
+        *,
+        identity: str,
+        max_sequences: int = 16,
+        max_tokens: int = 8192,
+        can_recompute: bool = False,
+    ) -> None:
+        """`identity` is what makes keys and values differ besides tokens and page format: weights and rope settings.
+
+        `max_sequences` of up to `max_tokens` may run at the same time. `can_recompute`: the caller runs the restores that this
+        cache asks for; without, no page is ever cold. Raises CapacityError or ConfigError for what memory or disk cannot give.
+        """
         self.config = config
         self.shape = shape
-        self.pool = PagePool(shape, config)
+        self.adaptive = config.mode == "adaptive"
+        self._check_shape()
+        max_blocks = -(-max_tokens // config.page_size) + 1
+        heat_bytes = 16 * shape.layers * shape.kv_heads
+        overhead = block_overhead_bytes(shape, config) + heat_bytes if self.adaptive else 0
+        statistics = 2 * 4 * max_sequences * shape.layers * shape.kv_heads * max_blocks if self.adaptive else 0
+        self.pool = PagePool(shape, config, block_overhead_bytes=overhead, fixed_overhead_bytes=statistics)
         self.blocks = Blocks(self.pool.num_blocks)
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, Sequence] = {}
         self._salt = self._salt_of(identity)
+        self._number = 0
+        self._step: tuple[list[Span], TierReport | None] = ([], None)
+        self.costs = Costs()
+        recompute = self.adaptive and can_recompute and config.recompute_budget > 0
+        self.tables = TierTables(
+            self.pool,
+            config,
+            warm_dir=_warm_dir(config),
+            warm_bytes=self._warm_limit(),
+            checkpoints=recompute and shape.hidden_size > 0,
+            staging_pages=config.recompute_budget * shape.layers * shape.kv_heads if recompute else 0,
+        )
+        self.trigger = RecomputeTrigger(config.recompute_budget, self.tables.window_layers, shape.layers)
+        self._keeper = (
+            Housekeeper(
+                config,
+                self.tables,
+                self.blocks,
+                self._sequences,
+                max_sequences=max_sequences,
+                max_blocks=max_blocks,
+                can_recompute=self.adaptive and can_recompute,
+            )
+            if self.adaptive
+            else None
+        )
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of all sequences together that fit, if none were shared."""
-        return self.blocks.num_blocks * self.config.page_size
+        """Tokens that fit if every page is exact in the pool, which is what a prompt may need while it is read."""
+        frames = self.pool.frames
+        return frames.num_frames * self.pool.frame_blocks * self.config.page_size
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The longest sequence that fits when it runs alone."""
+        exact = self._exact_blocks_alone()
+        if not self.adaptive or self.config.fidelity == "native" or self.tables.warm is None:
+            return exact * self.config.page_size
+        per_block = self.pool.sketch_bytes + int(self.config.hot_max_share * self.pool.block_bytes)
+        pinned = self._pinned_blocks()
+        left = (exact - pinned) * self.pool.block_bytes - self.pool.frame_bytes * 2
+        tiered = min(max(0, left) // per_block, self.tables.warm.num_slots // self.tables.num_windows)
+        return max(exact, tiered + pinned if exact >= pinned else exact) * self.config.page_size
 
     @property
     def capacity_bytes(self) -> int:
+        """Most bytes of fast memory that the cache takes: never above the ceiling."""
         return self.pool.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of blocks that running sequences own."""
-        return (self.blocks.num_blocks - self.blocks.num_available) * self.pool.block_bytes
+        """Bytes of fast memory in use by running sequences; in an adaptive cache those of all frames, tables and statistics."""
+        if not self.adaptive:
+            return self.pool.frames.num_used(Role.EXACT) * self.pool.block_bytes - self.idle_bytes
+        return self.pool.used_bytes - self.idle_bytes
 
     @property
     def idle_bytes(self) -> int:
         """Bytes of blocks that are kept for reuse and can be evicted at any time."""
-        return self.blocks.num_idle * self.pool.block_bytes
+        return int(self.tables.device_bytes(self.blocks.idle).sum()) if self.blocks.num_idle else 0
 
-    def num_tokens_reusable(self, token_ids: Sequence[int]) -> int:
+    @property
+    def warm_bytes(self) -> int:
+        """Bytes in the warm store, checkpoints included."""
+        return self.tables.warm_bytes
+
+    @property
+    def tier_stats(self) -> TierStats | None:
+        """None: the cache is native."""
+        return None if self._keeper is None else self._keeper.stats
+
+    @property
+    def heat(self) -> Heat | None:
+        return None if self._keeper is None else self._keeper.heat
+
+    @property
+    def checkpoint_layers(self) -> list[int]:
+        """Layers of which `keep_checkpoints` wants to see what flows in."""
+        return [(boundary + 1) * self.tables.window_layers for boundary in range(self.tables.checkpoint_rows.shape[1])]
+
+    def num_tokens_reusable(self, token_ids: Listing[int]) -> int:
         """How many of these tokens a new sequence would find in the cache now."""
-        return len(self._find(token_ids)) * self.config.page_size
+        return len(self._find(token_ids, exactly=self._is_short(len(token_ids)))) * self.config.page_size
+
+    def use(self, sequence: str) -> CacheUse:
+        """What the cache did for a running sequence so far."""
+        return self._sequences[sequence].use
+
+    def tiers_of(self, sequence: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        """For each page of a running sequence, `[blocks, layers, kv_heads]`: its tier (0 hot, 1 warm, 2 cold), and its score."""
+        blocks = self._sequences[sequence].block_ids
+        cold = np.repeat(self.tables.cold_units(blocks), self.tables.window_layers, axis=1)[:, : self.shape.layers, None]
+        hot = self.tables.hot_pages(blocks)
+        scores = self._keeper.heat.scores(blocks) if self._keeper is not None else np.full(hot.shape, 0.5, dtype=np.float32)
+        return np.where(hot, 0, np.where(cold, 2, 1)).astype(np.int8), scores
 
     # -- the life of a sequence ----------------------------------------------------------------------------------------
 
-    def admit(self, sequence: str, token_ids: Sequence[int], *, headroom: int = 0, reuse: bool = True) -> int | None:
+    def admit(
+        self,
+        sequence: str,
+        token_ids: Listing[int],
+        *,
+        headroom: int = 0,
+        reuse: bool = True,
+        fidelity: str | None = None,
+        tolerance: float | None = None,
+        use: CacheUse | None = None,
+    ) -> int | None:
         """Takes in a sequence and finds room for all of `token_ids`; returns how many of them are in the cache already.
 
-        Always leaves at least one token to compute, because logits come from computing. `headroom` blocks must stay
+        Always leaves at least one token to compute, because logits come from computing. `headroom` exact blocks must stay
         available beyond the need. With `reuse` off nothing is looked up (prompt log-probabilities need every position).
-        None: no room, nothing changed.
+        `fidelity` and `tolerance` take the place of the settings'; `use` is the account to go on with. None: no room, nothing
+        changed.
         """
         assert sequence not in self._sequences
-        state = _Sequence(reuse=reuse and self.config.prefix_reuse)
+        state = self._new_state(len(token_ids), reuse=reuse, fidelity=fidelity, tolerance=tolerance)
         found: list[int] = []
         if state.reuse:
             extend_hashes(state.hashes, self._salt, token_ids, self.config.page_size)
-            found = self.blocks.find(self._reusable(state.hashes, len(token_ids)))
+            found = self._usable(self.blocks.find(self._reusable(state.hashes, len(token_ids))), exactly=not state.bounded)
         self.blocks.share(found)  # pinned before anything is evicted to make room
-        needed = self._blocks_for(len(token_ids)) - len(found)
-        fresh = self._allocate(needed) if needed + headroom <= self.blocks.num_available else None
+        needed = self._footprint(self._blocks_for(len(token_ids)), state) - int(self.tables.device_bytes(found).sum())
+        if max(0, needed) + headroom * self.pool.block_bytes > self._available_bytes():
+            self._give_back(found)
+            return None
+        missing = 0 if state.tiered else self._blocks_for(len(token_ids)) - len(found)
+        fresh = self._allocate(missing)
         if fresh is None:
-            self.blocks.release(found)
+            self._give_back(found)
             return None
         state.blocks.extend(found)
         state.blocks.extend(fresh)
         state.sealed = len(found)
+        state.num_computed = len(found) * self.config.page_size
+        if use is not None:
+            state.use = use
+        if not state.use.admitted:
+            self._count_cached(state, found)
         self._sequences[sequence] = state
+        if state.tiered and self._keeper is not None:
+            self._keeper.begin(state)
         return len(found) * self.config.page_size
 
-    def would_fit(self, token_ids: Sequence[int], *, without: Sequence[str], headroom: int = 0, reuse: bool = True) -> bool:
+    def would_fit(
+        self,
+        token_ids: Listing[int],
+        *,
+        without: Listing[str],
+        headroom: int = 0,
+        reuse: bool = True,
+        fidelity: str | None = None,
+    ) -> bool:
         """Whether `admit` would succeed if the sequences `without` were released. Changes nothing."""
+        state = self._new_state(len(token_ids), reuse=reuse, fidelity=fidelity, tolerance=None)
         shares = np.zeros_like(self.blocks.owners)
-        for sequence in without:
-            np.add.at(shares, np.asarray(self._sequences[sequence].blocks, dtype=np.int64), 1)
-        unowned = self.blocks.owners == shares  # what `allocate` could then hand out
-        found = self._find(token_ids) if reuse and self.config.prefix_reuse else []
-        unowned[found] = False  # these would be shared, not handed out
-        return self._blocks_for(len(token_ids)) - len(found) + headroom <= int(unowned.sum())
+        for name in without:
+            np.add.at(shares, self._sequences[name].block_ids, 1)
+        left = np.flatnonzero((shares > 0) & (self.blocks.owners == shares))
+        available = self._available_bytes(without=without) + int(self.tables.device_bytes(left).sum())
+        found = self._find(token_ids, exactly=not state.bounded) if state.reuse else []
+        unowned = [block for block in found if self.blocks.owners[block] == shares[block]]
+        available -= int(self.tables.device_bytes(unowned).sum())  # these would be shared, not handed out
+        needed = self._footprint(self._blocks_for(len(token_ids)), state) - int(self.tables.device_bytes(found).sum())
+        return max(0, needed) + headroom * self.pool.block_bytes <= available
 
     def reserve(self, sequence: str, num_tokens: int) -> bool:
         """Makes the sequence's blocks reach `num_tokens`. False: no room, nothing changed."""
@@ -125,94 +261,523 @@ class PagedCache:
         if fresh is None:
             return False
         state.blocks.extend(fresh)
+        self._become_tiered(state, num_tokens)
         return True
 
-    def commit(self, sequence: str, token_ids: Sequence[int], num_computed: int) -> None:
+    def commit(self, sequence: str, token_ids: Listing[int], num_computed: int) -> None:
         """Seals the blocks that are full now that the first `num_computed` of `token_ids` are in the cache."""
         state = self._sequences[sequence]
+        state.num_computed = num_computed
         full = num_computed // self.config.page_size
         if full > state.sealed and state.reuse:
             extend_hashes(state.hashes, self._salt, token_ids[: full * self.config.page_size], self.config.page_size)
             for i in range(state.sealed, full):
-                self.blocks.seal(state.blocks[i], state.hashes[i])
+                self._seal(state.blocks[i], state.hashes[i])
         state.sealed = max(state.sealed, full)
+
+    def settle(self) -> None:
+        """Ends a step: what it showed about pages is taken in, and pages move. Call once all its sequences are committed."""
+        spans, report = self._step
+        self._step = ([], None)
+        if self._keeper is not None:
+            self._keeper.settle(spans, report)
 
     def release(self, sequence: str, *, discard: bool = False) -> None:
         """Ends a sequence. Its sealed blocks stay findable until their memory is needed, unless they are to be discarded."""
         state = self._sequences.pop(sequence)
+        self.trigger.forget(sequence)
+        if self._keeper is not None:
+            self._keeper.end(state)
         if discard:
             self.blocks.unseal(state.blocks)
-        self._void(self.blocks.release(state.blocks))
+        self._give_back(state.blocks)
 
     def duplicate(self, sequence: str, copy: str) -> bool:
         """`copy` becomes a sequence with the same content in blocks of its own. False: no room, nothing changed."""
         source = self._sequences[sequence]
-        fresh = self._allocate(len(source.blocks))
+        fresh = self.blocks.allocate(len(source.blocks)) if self._make_room_for_copy(source) else None
         if fresh is None:
             return False
-        self.pool.copy(source.blocks, fresh)
-        self._sequences[copy] = _Sequence(array("i", fresh), [], source.sealed, reuse=False)
+        for old, new in zip(source.blocks, fresh, strict=True):
+            if not self.tables.copy(old, new):
+                self._give_back(fresh)
+                return False
+        state = Sequence(number=self._next_number(), reuse=False)
+        state.fidelity, state.tolerance, state.tiered = source.fidelity, source.tolerance, source.tiered
+        state.prompt_tokens, state.num_computed = source.prompt_tokens, source.num_computed
+        state.sealed, state.demoted = source.sealed, source.demoted
+        state.blocks.extend(fresh)
+        self._sequences[copy] = state
+        if self._keeper is not None:
+            self._keeper.recycle(fresh)
+            if state.tiered:
+                self._keeper.begin(state)
+                self._keeper.inherit(source, state)
+        return True
+
+    def set_fidelity(self, sequence: str, fidelity: str) -> bool:
+        """How a running sequence is served from its next step on. False: it has cold pages, restore or preempt it first."""
+        _check_fidelity(fidelity)
+        state = self._sequences[sequence]
+        if fidelity != "bounded" and self.tables.lacks_exact_pages(state.block_ids).any():
+            return False
+        state.fidelity = fidelity
+        state.tiered = self._may_be_tiered(fidelity, len(state.blocks) * self.config.page_size)
         return True
 
     def forget(self, identity: str) -> None:
         """Drops everything kept for reuse: the model behind it has changed. No sequence may be running."""
         assert not self._sequences
-        self._void(self.blocks.forget())
+        self._empty(self.blocks.forget())
         self._salt = self._salt_of(identity)
 
-    def batch(self, spans: Sequence[Span]) -> PagedBatch:
-        """The block tables of one step, for the attention backend."""
-        tables = [self._sequences[span.sequence].blocks for span in spans]
-        rows = np.zeros((len(spans), max(map(len, tables))), dtype=np.int32)
-        for row, table in zip(rows, tables, strict=True):
-            row[: len(table)] = table
+    def close(self) -> None:
+        """Gives the warm store back. No sequence may be read afterwards."""
+        self.tables.close()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def batch(self, spans: Listing[Span]) -> PagedBatch:
+        """The tables of one step, for the attention backend."""
+        states = [self._sequences[span.sequence] for span in spans]
+        tiers = self._tiers(spans, states) if self.adaptive else None
+        self._step = (list(spans), None if tiers is None else tiers.report)
         starts = np.zeros(len(spans) + 1, dtype=np.int32)
         np.cumsum([span.stop - span.start for span in spans], out=starts[1:])
-        return PagedBatch(
-            pages=self.pool.pages,
-            page_table=self.pool.page_table,
-            block_tables=torch.from_numpy(rows),
-            query_starts=torch.from_numpy(starts),
-            context_lens=torch.tensor([span.stop for span in spans], dtype=torch.int32),
-            page_size=self.config.page_size,
-            head_dim=self.shape.head_dim,
+        return self._paged_batch(states, starts, [span.stop for span in spans], tiers)
+
+    def keep_checkpoints(self, spans: Listing[Span], layer: int, hidden: Tensor) -> None:
+        """Keeps what flowed into one of `checkpoint_layers` for the tokens of a step, `[tokens, hidden]`."""
+        boundary, size = layer // self.tables.window_layers - 1, self.config.page_size
+        row = 0
+        for span in spans:
+            state = self._sequences[span.sequence]
+            if state.tiered:
+                for index in range(span.start // size, (span.stop - 1) // size + 1):
+                    begin, end = max(span.start, index * size), min(span.stop, (index + 1) * size)
+                    part = hidden[row + begin - span.start : row + end - span.start]
+                    self.tables.keep_checkpoint(state.blocks[index], boundary, begin - index * size, part)
+            row += span.stop - span.start
+
+    # -- local recompute -----------------------------------------------------------------------------------------------
+
+    def cold_blocks(self, sequence: str) -> list[BlockOf]:
+        """The sequence's blocks that have cold pages, oldest first."""
+        state = self._sequences[sequence]
+        lacking = np.flatnonzero(self.tables.lacks_exact_pages(state.block_ids))
+        return [BlockOf(sequence, int(index), state.blocks[index]) for index in lacking]
+
+    def cold_hits(self, batch: PagedBatch, layer: int) -> list[BlockOf]:
+        """The blocks whose cold pages the last call of the backend hit in `layer`."""
+        spans, _ = self._step
+        cold = {(sequence, block) for sequence, _, block in self._cold_hits(batch, layer)}
+        found = [(spans[sequence].sequence, block) for sequence, block in sorted(cold)]
+        return [BlockOf(name, index, self._sequences[name].blocks[index]) for name, index in found]
+
+    def cold_hit_pages(self, batch: PagedBatch, layer: int) -> list[tuple[int, int, int]]:
+        """Those pages themselves: (block id, layer, KV head)."""
+        spans, _ = self._step
+        hits = self._cold_hits(batch, layer)
+        return [(self._sequences[spans[sequence].sequence].blocks[block], layer, head) for sequence, head, block in hits]
+
+    def restores(self, targets: Iterable[BlockOf], stop: int) -> list[RestorePass]:
+        """How to restore blocks up to layer `stop`, in passes that each fit the staging slots."""
+        return self.trigger.passes(targets, stop, lambda block, boundary: self.tables.checkpoint(block, boundary) is not None)
+
+    def cold_windows(self, target: BlockOf) -> list[int]:
+        """The windows in which a block has no warm copy, in order."""
+        return [int(window) for window in np.flatnonzero(self.tables.cold_units([target.block])[0])]
+
+    def begin_restore(self, plan: RestorePass) -> Restore:
+        """Lends slots to the pages that the pass will write, and gives what it runs on."""
+        layers, heads, size = plan.stop - plan.first, self.shape.kv_heads, self.config.page_size
+        staging = self.tables.staging
+        assert len(plan.targets) * layers * heads <= len(staging), "a restore pass is larger than its staging"
+        slots = staging[: len(plan.targets) * layers * heads].reshape(len(plan.targets), layers, heads)
+        lent = tuple(
+            self.tables.lend_slots(target.block, plan.first, plan.stop, slots[i]) for i, target in enumerate(plan.targets)
         )
+        states = [self._sequences[target.sequence] for target in plan.targets]
+        starts = np.arange(len(states) + 1, dtype=np.int32) * size
+        ends = [(target.index + 1) * size for target in plan.targets]
+        batch = self._paged_batch(states, starts, ends, self._tiers_for_restore(len(states)))
+        boundary = plan.first // self.tables.window_layers - 1
+        parts = [self.tables.checkpoint(target.block, boundary) for target in plan.targets] if plan.first else []
+        hidden = torch.cat([part for part in parts if part is not None]) if parts else None
+        return Restore(plan, batch, hidden, lent)
+
+    def finish_restore(self, restore: Restore, *, hot: Listing[tuple[int, int, int]] = ()) -> int:
+        """Takes the lent slots back and keeps what was restored: warm where a whole unit fits the store, and the pages `hot`.
+
+        `hot` are (block, layer, KV head). Returns how many pages that were cold are exact now.
+        """
+        plan, tables = restore.plan, self.tables
+        slots = [tables.slots(target.block, plan.first, plan.stop) for target in plan.targets]
+        for target, lent in zip(plan.targets, restore.lent, strict=True):
+            tables.return_slots(target.block, plan.first, plan.stop, lent)
+        restored = 0
+        for target, own in zip(plan.targets, slots, strict=True):
+            restored += self._keep_restored(target.block, own, plan, [page for page in hot if page[0] == target.block])
+        return restored
+
+    def count_restore(self, sequences: Iterable[str], *, blocks: int, pages: int, seconds: float) -> None:
+        """Takes a step's restores into the figures: the sequences that they were for, and what they took."""
+        assert self._keeper is not None
+        stats = self._keeper.stats
+        names = set(sequences)
+        stats.recompute_steps += len(names)
+        stats.restored_blocks += blocks
+        stats.restore_seconds += seconds
+        for name in names & self._sequences.keys():
+            self._sequences[name].use.recompute_steps += 1
+        if blocks:
+            self.costs.measured_recompute(seconds / blocks)
+
+    def count_uncovered(self, hits: Iterable[BlockOf]) -> None:
+        """Cold blocks that were hit in this step and are served by their sketch."""
+        assert self._keeper is not None
+        for hit in hits:
+            self._keeper.stats.uncovered_hits += 1
+            self._sequences[hit.sequence].use.uncovered_hits += 1
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the books do not balance."""
         self.blocks.check_invariants()
+        self.tables.check_invariants()
         owners = np.zeros_like(self.blocks.owners)
         for state in self._sequences.values():
-            np.add.at(owners, np.asarray(state.blocks, dtype=np.int64), 1)
+            np.add.at(owners, state.block_ids, 1)
             assert state.sealed <= len(state.blocks)
             assert len(set(state.blocks)) == len(state.blocks), "a sequence has one block twice"
+            tiered = self.tables.is_tiered(state.block_ids)
+            assert not tiered[state.sealed :].any(), "a block that is not sealed is tiered"
+            assert (tiered | self.tables.is_exact(state.block_ids)).all(), "a sequence's block is empty"
+            if not state.bounded:
+                assert not self.tables.lacks_exact_pages(state.block_ids).any(), "exact service, but cold pages"
         assert (owners == self.blocks.owners).all(), "owners and sequences disagree"
+        empty = ~(self.tables.is_exact(range(self.blocks.num_blocks)) | self.tables.is_tiered(range(self.blocks.num_blocks)))
+        idle = self.blocks.idle
+        assert not empty[idle].any(), "an idle block is empty"
+        held = (self.blocks.owners > 0) | np.isin(np.arange(self.blocks.num_blocks), idle)
+        assert (held == ~empty).all(), "a free block holds bytes"
+        assert self.pool.used_bytes <= self.pool.capacity_bytes
+        if self.config.cache_max_bytes is not None:
+            assert self.pool.capacity_bytes <= self.config.cache_max_bytes, "the cache is above its ceiling"
+        if self.tables.warm is not None:
+            assert self.warm_bytes <= self._warm_limit(), "the warm store is above its limit"
 
-    # -- details -------------------------------------------------------------------------------------------------------
+    # -- details: admission --------------------------------------------------------------------------------------------
 
-    def _find(self, token_ids: Sequence[int]) -> list[int]:
+    def _new_state(self, num_tokens: int, *, reuse: bool, fidelity: str | None, tolerance: float | None) -> Sequence:
+        fidelity = fidelity or self.config.fidelity
+        _check_fidelity(fidelity)
+        state = Sequence(number=self._next_number(), reuse=reuse and self.config.prefix_reuse, fidelity=fidelity)
+        state.tolerance = self.config.attention_tolerance if tolerance is None else tolerance
+        state.prompt_tokens = num_tokens
+        state.tiered = self._may_be_tiered(fidelity, num_tokens)
+        return state
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _may_be_tiered(self, fidelity: str, num_tokens: int) -> bool:
+        if not self.adaptive or fidelity == "native" or self._is_short(num_tokens):
+            return False
+        return fidelity == "bounded" or self.tables.warm is not None
+
+    def _is_short(self, num_tokens: int) -> bool:
+        return num_tokens <= self.config.min_context
+
+    def _become_tiered(self, state: Sequence, num_tokens: int) -> None:
+        """A sequence that has grown beyond `min_context` may be demoted from now on."""
+        if self.adaptive and not state.tiered and self._may_be_tiered(state.fidelity, num_tokens):
+            state.tiered = True
+            assert self._keeper is not None
+            self._keeper.begin(state)
+
+    def _find(self, token_ids: Listing[int], *, exactly: bool) -> list[int]:
         """The blocks of the longest reusable prefix, as they are now."""
         hashes: list[bytes] = []
         extend_hashes(hashes, self._salt, token_ids, self.config.page_size)
-        return self.blocks.find(self._reusable(hashes, len(token_ids)))
+        return self._usable(self.blocks.find(self._reusable(hashes, len(token_ids))), exactly=exactly)
 
-    def _reusable(self, hashes: Sequence[bytes], num_tokens: int) -> Sequence[bytes]:
+    def _usable(self, found: list[int], *, exactly: bool) -> list[int]:
+        """What is served exactly cannot use cold pages: from the first block that has any, it is computed anew."""
+        if not exactly or not found or not self.adaptive:
+            return found
+        lacking = np.flatnonzero(self.tables.lacks_exact_pages(found))
+        return found[: lacking[0]] if len(lacking) else found
+
+    def _count_cached(self, state: Sequence, found: Listing[int]) -> None:
+        state.use.admitted = True
+        if not found:
+            return
+        exact, cold = self.tables.is_exact(found), self.tables.lacks_exact_pages(found)
+        tokens = state.use.cached_tokens
+        tokens["hot"] += int(exact.sum()) * self.config.page_size
+        tokens["cold"] += int(cold.sum()) * self.config.page_size
+        tokens["warm"] += int((~exact & ~cold).sum()) * self.config.page_size
+
+    def _reusable(self, hashes: Listing[bytes], num_tokens: int) -> Listing[bytes]:
         return hashes[: (num_tokens - 1) // self.config.page_size]
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.page_size)
 
+    def _pinned_blocks(self) -> int:
+        """Blocks of a tiered sequence that are exact at any time: the first, the recent, the open one, and those being read."""
+        chunk = -(-512 // self.config.page_size)
+        return 1 + RECENT_BLOCKS + 1 + chunk
+
+    def _footprint(self, num_blocks: int, state: Sequence) -> int:
+        """Bytes of the pool that a sequence needs at the most while it grows to `num_blocks`."""
+        pinned = self._pinned_blocks()
+        if not state.tiered or num_blocks <= pinned:
+            return num_blocks * self.pool.block_bytes
+        tiered = num_blocks - pinned
+        if self.tables.warm is None or self.tables.warm.num_slots < num_blocks * self.tables.num_windows:
+            return num_blocks * self.pool.block_bytes  # a prompt is read exactly, and not all of it can wait warm
+        return (
+            pinned * self.pool.block_bytes
+            + tiered * self.pool.sketch_bytes
+            + int(self.config.hot_max_share * tiered) * self.pool.block_bytes
+        )
+
+    def _available_bytes(self, *, without: Listing[str] = ()) -> int:
+        """Bytes that could be handed out: free frames, room in others, idle blocks; less what admitted prompts still need."""
+        frames = self.pool.frames
+        available = frames.num_free_frames * self.pool.frame_bytes
+        for role, size in self._unit_bytes().items():
+            available += (frames.num_available(role) - frames.num_free_frames * frames.units_per_frame[role]) * size
+        available += self.idle_bytes
+        for name, state in self._sequences.items():
+            if state.tiered and name not in without:
+                expected = self._footprint(self._blocks_for(state.prompt_tokens), state)
+                available -= max(0, expected - int(self.tables.device_bytes(state.block_ids).sum()))
+        return available
+
+    def _unit_bytes(self) -> dict[Role, int]:
+        sizes = {Role.EXACT: self.pool.block_bytes}
+        if self.adaptive:
+            sizes |= {Role.SKETCH: self.pool.sketch_bytes, Role.PAGE: self.pool.page_bytes}
+        return sizes
+
+    # -- details: room -------------------------------------------------------------------------------------------------
+
     def _allocate(self, count: int) -> list[int] | None:
+        """`count` exact blocks. None: no room; nothing changed but what was idle."""
+        if count == 0:
+            return []
+        if not self._make_room({Role.EXACT: count}, count):
+            return None
         blocks = self.blocks.allocate(count)
-        if blocks is not None:
-            self._void(blocks)
+        assert blocks is not None
+        made = self.tables.make_exact(blocks)
+        assert made
+        if self._keeper is not None:
+            self._keeper.recycle(blocks)
         return blocks
 
-    def _void(self, blocks: Sequence[int]) -> None:
-        """The content of these blocks must never be read again."""
-        if self.config.poison and blocks:
-            self.pool.poison(blocks)
+    def _make_room(self, units: dict[Role, int], block_ids: int) -> bool:
+        """Makes the pool able to hand out these units, and `block_ids` free ids.
+
+        In this order: idle blocks wait warm instead of hot; units are moved together, so that frames become free; idle blocks
+        are evicted, the least recently used first; blocks of running sequences that are due are demoted; hot pages are cooled.
+        """
+        steps: list[Callable[[], bool]] = [self._evict]
+        if self._keeper is not None:
+            steps = [self._cool_idle, self._compact, self._evict, self._keeper.demote_all_due, self._keeper.shed]
+        while not self._has_room(units, block_ids):
+            if not any(step() for step in steps):
+                return False
+        return True
+
+    def _has_room(self, units: dict[Role, int], block_ids: int) -> bool:
+        if self.blocks.num_free < block_ids:
+            return False
+        frames = self.pool.frames
+        frames_needed = 0
+        for role, count in units.items():
+            per_frame = frames.units_per_frame[role]
+            holes = frames.num_available(role) - frames.num_free_frames * per_frame
+            frames_needed += -(-max(0, count - holes) // per_frame)
+        return frames_needed <= frames.num_free_frames
+
+    def _cool_idle(self) -> bool:
+        assert self._keeper is not None
+        return any(self._keeper.demote_idle(block) for block in self.blocks.idle)
+
+    def _compact(self) -> bool:
+        before = self.pool.frames.num_free_frames
+        for role in self._unit_bytes():
+            self.tables.compact(role)
+        return self.pool.frames.num_free_frames > before
+
+    def _evict(self) -> bool:
+        block = self.blocks.evict()
+        if block is None:
+            return False
+        self._empty([block])
+        return True
+
+    def _make_room_for_copy(self, source: Sequence) -> bool:
+        blocks = source.block_ids
+        tiered = self.tables.is_tiered(blocks)
+        units = {Role.EXACT: int((~tiered).sum())}
+        if tiered.any():
+            units |= {Role.SKETCH: int(tiered.sum()), Role.PAGE: int(self.tables.hot_pages(blocks[tiered]).sum())}
+        return self._make_room(units, len(blocks))
+
+    def _give_back(self, blocks: Listing[int]) -> None:
+        self._empty(self.blocks.release(blocks))
+
+    def _empty(self, blocks: Listing[int]) -> None:
+        """These blocks are free: their content must never be read again."""
+        self.tables.free(blocks)
+
+    def _seal(self, block: int, digest: bytes) -> None:
+        """Makes a block findable; in place of another one with the same content if that has lost pages."""
+        other = self.blocks.find_one(digest)
+        if other is not None and self.adaptive and self.tables.lacks_exact_pages([other]).any():
+            freed = self.blocks.supersede(block, digest)
+            if freed is not None:
+                self._empty([freed])
+        else:
+            self.blocks.seal(block, digest)
+
+    # -- details: batches ----------------------------------------------------------------------------------------------
+
+    def _paged_batch(
+        self, states: Listing[Sequence], starts: NDArray[np.int32], lengths: Listing[int], tiers: Tiers | None
+    ) -> PagedBatch:
+        rows = np.zeros((len(states), max(len(state.blocks) for state in states)), dtype=np.int32)
+        for row, state in zip(rows, states, strict=True):
+            row[: len(state.blocks)] = state.blocks
+        return PagedBatch(
+            pages=self.pool.pages,
+            page_table=self.pool.page_table,
+            block_tables=torch.from_numpy(rows),
+            query_starts=torch.from_numpy(starts),
+            context_lens=torch.tensor(lengths, dtype=torch.int32),
+            page_size=self.config.page_size,
+            head_dim=self.shape.head_dim,
+            tiers=tiers,
+        )
+
+    def _tiers(self, spans: Listing[Span], states: Listing[Sequence]) -> Tiers | None:
+        """None: no sequence of the step has a tiered block or is watched, so the step is a native one."""
+        assert self._keeper is not None
+        probes = [self._probes(span, state) for span, state in zip(spans, states, strict=True)]
+        has_tiers = any(
+            len(state.blocks) > 1 and (state.tiered or self.tables.is_tiered(state.block_ids).any()) for state in states
+        )
+        if not has_tiers and not any(probes):
+            return None
+        for state, count in zip(states, probes, strict=True):
+            state.rows_seen += count
+        report = TierReport(
+            masses=self._keeper.masses,
+            frequencies=self._keeper.frequencies,
+            errors=torch.zeros(len(states), 3, dtype=torch.float64),
+        )
+        return self._tiers_with(
+            [state.tolerance if state.bounded else _EXACT for state in states],
+            probes,
+            [state.row if state.row is not None else 0 for state in states],
+            report,
+        )
+
+    def _probes(self, span: Span, state: Sequence) -> int:
+        """How many of the span's tokens are among the last of their prompt."""
+        if not state.bounded or state.row is None or span.stop - span.start < 2:
+            return 0
+        return max(0, span.stop - max(span.start, state.prompt_tokens - PROBE_TOKENS))
+
+    def _tiers_for_restore(self, sequences: int) -> Tiers:
+        assert self._keeper is not None
+        report = TierReport(
+            masses=self._keeper.masses,
+            frequencies=self._keeper.frequencies,
+            errors=torch.zeros(sequences, 3, dtype=torch.float64),
+        )
+        # Blocks are parts of a prompt: whatever the tolerance, they read cold pages through the sketch and all others exactly.
+        return self._tiers_with([1.0] * sequences, [0] * sequences, [0] * sequences, report)
+
+    def _tiers_with(self, tolerances: Listing[float], probes: Listing[int], rows: Listing[int], report: TierReport) -> Tiers:
+        return Tiers(
+            arena=self.pool.arena,
+            sketch_bits=self.config.sketch_bits,
+            sketch_keys=self.pool.sketch_keys,
+            sketch_values=self.pool.sketch_values,
+            sketch_stride=self.pool.sketch_stride,
+            warm=self.tables.warm_address,
+            window_layers=self.tables.window_layers,
+            tolerances=torch.tensor(tolerances, dtype=torch.float32),
+            skip_share=self.config.skip_share,
+            probes=torch.tensor(probes, dtype=torch.int32),
+            report_rows=torch.tensor(rows, dtype=torch.int32),
+            report=report,
+        )
+
+    def _cold_hits(self, batch: PagedBatch, layer: int) -> list[tuple[int, int, int]]:
+        """(sequence, KV head, block) of the cold pages that the last call of the backend hit in `layer`."""
+        hits = batch.tiers.report.hits if batch.tiers is not None else []
+        if not hits or int(hits[-1][0, 1]) != layer:
+            return []
+        return [(sequence, head, block) for sequence, _, head, block, is_cold in hits[-1].tolist() if is_cold]
+
+    # -- details: restoring --------------------------------------------------------------------------------------------
+
+    def _keep_restored(self, block: int, slots: Integers, plan: RestorePass, hot: Listing[tuple[int, int, int]]) -> int:
+        """Of one block: whole cold units go to the warm store, else the pages `hot` get slots. Returns how many became exact."""
+        tables, kept = self.tables, 0
+        for window in range(plan.first // tables.window_layers, -(-plan.stop // tables.window_layers)):
+            begin, end = window * tables.window_layers, self.trigger.window_end(window * tables.window_layers)
+            if plan.stop < end or tables.warm_slot[block, window] >= 0:
+                continue
+            sources = self.pool.slot_addresses(slots[begin - plan.first : end - plan.first])
+            if tables.save_unit(block, window, sources):
+                kept += sources.size
+        for _, layer, head in hot:
+            if self.pool.page_table[block, layer, head] == NO_PAGE and self._has_room({Role.PAGE: 1}, 0):
+                kept += tables.adopt_page(block, layer, head, int(slots[layer - plan.first, head]))
+        return kept
+
+    def _warm_limit(self) -> int:
+        if not self.adaptive or self.config.warm_store == "none":
+            return 0
+        if self.config.warm_bytes is not None:
+            return self.config.warm_bytes
+        return _WARM_CEILINGS * ceiling_bytes(self.config)
+
+    def _exact_blocks_alone(self) -> int:
+        staging = len(self.tables.staging)
+        return (self.pool.frames.num_frames - -(-staging // self.pool.frame_pages)) * self.pool.frame_blocks
+
+    def _check_shape(self) -> None:
+        if not self.adaptive:
+            return
+        if self.shape.head_dim % 16:
+            raise ConfigError(
+                f"cache mode 'adaptive' needs a head size that is a multiple of 16, and this model's is {self.shape.head_dim}; "
+                "serve it with mode 'native'"
+            )
+        if len(self.shape.windowed_layers) == self.shape.layers:
+            raise ConfigError(
+                "cache mode 'adaptive' has nothing to tier in this model: every layer has a sliding window; serve it with mode "
+                "'native'"
+            )
 
     def _salt_of(self, identity: str) -> bytes:
         parts = (_LAYOUT_VERSION, identity, self.config.page_dtype, str(self.config.page_size))
         return hashlib.sha256("\0".join(parts).encode()).digest()
+
+
+def _warm_dir(config: CacheConfig) -> Path:
+    return Path(config.warm_dir) if config.warm_dir is not None else Path(tempfile.gettempdir())
+
+
+def _check_fidelity(fidelity: str) -> None:
+    if fidelity not in FIDELITIES:
+        raise ConfigError(f"fidelity={fidelity!r} is not one of {', '.join(FIDELITIES)}")

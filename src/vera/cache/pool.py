@@ -1,4 +1,12 @@
-"""The bytes of the pages: one allocation, made once, within a hard ceiling."""
+"""The bytes of the device's cache: one arena, made once, within a hard ceiling, for exact pages and sketches alike.
+
+The arena is cut into frames (`frames.Frames`); a frame serves exact blocks, sketches of blocks, or single pages. Inside a frame
+of exact blocks or sketches the layers lie apart, so that a layer of a step reads long runs:
+
+    exact block   slot of page (l, h) of block i of the frame = first slot of the frame + (l * blocks + i) * kv_heads + h
+    sketches      for each (l, h): the key parts of all blocks of the frame, then their value parts
+    single page   the slot is the unit's number
+"""
 
 from __future__ import annotations
 
@@ -7,15 +15,23 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vera.attention import advise_hugepages
-from vera.attention.protocol import PAGE_DTYPES
+from vera.attention.protocol import NO_PAGE, PAGE_DTYPES
+from vera.attention.sketch import SketchFormat
+from vera.cache.frames import Frames, Role
 from vera.cache.memory import available_bytes
 from vera.config import CacheConfig
 from vera.errors import CapacityError
 
 _MIB = 2**20
+_FRAME_BLOCKS = 8
+"""Exact blocks of a frame, where the pool is large: a layer's run is then as long as what a decode item reads."""
+_MIN_FRAMES = 64
+
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +41,10 @@ class CacheShape:
     layers: int
     kv_heads: int
     head_dim: int
+    hidden_size: int = 0
+    """Width of the residual stream, which checkpoints keep; 0: unknown, so there are none."""
+    windowed_layers: tuple[int, ...] = ()
+    """Layers with a sliding window: their pages are never tiered."""
 
     def page_bytes(self, config: CacheConfig) -> int:
         """A page: the keys and values of one block for one layer and one KV head."""
@@ -39,6 +59,13 @@ class CacheShape:
         """A block: the pages of all layers and KV heads for `page_size` tokens."""
         return self.layers * self.kv_heads * self.page_bytes(config)
 
+    def sketch_format(self, config: CacheConfig) -> SketchFormat:
+        return SketchFormat(config.page_size, self.head_dim, config.sketch_bits)
+
+    def sketch_bytes(self, config: CacheConfig) -> int:
+        """The sketches of a block's pages."""
+        return self.layers * self.kv_heads * self.sketch_format(config).page_bytes
+
 
 def ceiling_bytes(config: CacheConfig) -> int:
     """The most that the cache may take: `cache_max_bytes`, or the ratio of the memory that is available now."""
@@ -48,45 +75,127 @@ def ceiling_bytes(config: CacheConfig) -> int:
 
 
 class PagePool:
-    """Pages of all layers, heads and sequences: `pages` is `[num_pages, 2, page_size * head_dim]`.
+    """Frames of exact pages and sketches, and the tables that say where they are.
 
-    The pages of block `b` never move: layer `l`, head `h` is slot `(l * num_blocks + b) * kv_heads + h`. Layers lie apart, so
-    a step reads each layer's pages from one compact range of memory.
+    The tables are indexed by block id. `page_table` is `[num_blocks, layers, kv_heads]` int32 (a slot of `pages`, or NO_PAGE),
+    `sketch_keys` and `sketch_values` are `[num_blocks]` int64 (bytes of `arena`, or NO_PAGE); see `attention.protocol`.
     """
 
-    def __init__(self, shape: CacheShape, config: CacheConfig) -> None:
+    def __init__(
+        self, shape: CacheShape, config: CacheConfig, *, block_overhead_bytes: int = 0, fixed_overhead_bytes: int = 0
+    ) -> None:
+        """What the owner keeps besides, for each block and in all, counts towards the ceiling."""
+        self.shape = shape
         self.block_bytes = shape.block_bytes(config)
-        ceiling = ceiling_bytes(config)
-        self.num_blocks = ceiling // self.block_bytes
-        if self.num_blocks == 0:
+        self.page_bytes = shape.page_bytes(config)
+        adaptive = config.mode == "adaptive"
+        self._sketch_format = shape.sketch_format(config) if adaptive else None
+        self.sketch_bytes = shape.sketch_bytes(config) if adaptive else 0
+        ceiling = ceiling_bytes(config) - fixed_overhead_bytes
+        blocks = ceiling // self.block_bytes
+        self.frame_blocks = max(1, min(_FRAME_BLOCKS, blocks // _MIN_FRAMES))
+        self.frame_bytes = self.frame_blocks * self.block_bytes
+        self.frame_sketches = self.frame_bytes // self.sketch_bytes if adaptive else 0
+        ids_per_frame = max(self.frame_blocks, self.frame_sketches)
+        overhead = ids_per_frame * (block_overhead_bytes + 4 * shape.layers * shape.kv_heads + 16) if adaptive else 0
+        num_frames = ceiling // (self.frame_bytes + overhead)
+        if num_frames == 0:
             raise CapacityError(
                 f"the cache ceiling of {ceiling / _MIB:.1f} MiB is below one block of {config.page_size} tokens, which takes "
-                f"{self.block_bytes / _MIB:.1f} MiB; raise cache_max_bytes or cache_max_size_ratio, or take a smaller page_size"
+                f"{(self.frame_bytes + overhead) / _MIB:.1f} MiB; raise cache_max_bytes or cache_max_size_ratio, or take a "
+                "smaller page_size"
             )
-        num_pages = self.num_blocks * shape.layers * shape.kv_heads
+        self.frame_pages = self.frame_blocks * shape.layers * shape.kv_heads
+        units = {Role.EXACT: self.frame_blocks, Role.PAGE: self.frame_pages} | (
+            {Role.SKETCH: self.frame_sketches} if adaptive else {}
+        )
+        self.num_blocks = num_frames * ids_per_frame
+        self.table_bytes = num_frames * overhead + fixed_overhead_bytes
+        """Bytes of tables and statistics, the owner's among them."""
         try:
-            self.pages = torch.empty((num_pages, 2, config.page_size * shape.head_dim), dtype=PAGE_DTYPES[config.page_dtype])
+            self.arena = torch.empty(num_frames * self.frame_bytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise CapacityError(
-                f"{self.capacity_bytes / _MIB:.0f} MiB for the cache cannot be had; lower cache_max_size_ratio or cache_max_bytes"
+                f"{num_frames * self.frame_bytes / _MIB:.0f} MiB for the cache cannot be had; lower cache_max_size_ratio or "
+                "cache_max_bytes"
             ) from error
-        advise_hugepages(self.pages)
-        slots = torch.arange(num_pages, dtype=torch.int32).view(shape.layers, self.num_blocks, shape.kv_heads)
-        self.page_table = slots.transpose(0, 1).contiguous()
-        """`[num_blocks, layers, kv_heads]` int32: the slot of each page."""
+        advise_hugepages(self.arena)
+        self.frames = Frames(num_frames, units)
+        self.pages = self.arena.view(PAGE_DTYPES[config.page_dtype]).view(-1, 2, config.page_size * shape.head_dim)
+        """`[num_slots, 2, page_size * head_dim]`: the whole arena seen as exact pages."""
+        self.page_table = torch.full((self.num_blocks, shape.layers, shape.kv_heads), NO_PAGE, dtype=torch.int32)
+        self.sketch_keys = torch.full((self.num_blocks,), NO_PAGE, dtype=torch.int64)
+        self.sketch_values = torch.full((self.num_blocks,), NO_PAGE, dtype=torch.int64)
+        self._in_frame = (
+            (np.arange(shape.layers)[:, None] * self.frame_blocks * shape.kv_heads) + np.arange(shape.kv_heads)[None, :]
+        ).astype(np.int64)
 
     @property
     def capacity_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        """All frames and the tables: never more than the ceiling."""
+        return self.arena.nbytes + self.table_bytes
 
-    def poison(self, blocks: Sequence[int]) -> None:
-        """Fills these blocks' pages with NaN, so that a read of stale bytes shows."""
-        self.pages[self._slots(blocks)] = float("nan")
+    @property
+    def used_bytes(self) -> int:
+        """Frames that hold something, in whole, and the tables."""
+        return self.frames.num_used_frames * self.frame_bytes + self.table_bytes
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies the pages of each source block to the target block at the same place in the list."""
-        for source, target in zip(sources, targets, strict=True):
-            self.pages[self._slots([target])] = self.pages[self._slots([source])]
+    @property
+    def sketch_format(self) -> SketchFormat:
+        assert self._sketch_format is not None, "a native pool has no sketches"
+        return self._sketch_format
 
-    def _slots(self, blocks: Sequence[int]) -> Tensor:
-        return self.page_table[torch.from_numpy(np.asarray(blocks, dtype=np.int64))].flatten().long()
+    @property
+    def sketch_stride(self) -> int:
+        """Bytes from the sketches of one (layer, KV head) to those of the next, inside a frame."""
+        return self.frame_sketches * self.sketch_format.page_bytes
+
+    def exact_slots(self, units: Sequence[int] | Integers) -> Integers:
+        """`[units, layers, kv_heads]`: the slots of the pages of exact blocks."""
+        frame, index = np.divmod(np.asarray(units, dtype=np.int64), self.frame_blocks)
+        first = frame * self.frame_pages + index * self.shape.kv_heads
+        slots: Integers = first[:, None, None] + self._in_frame[None]
+        return slots
+
+    def sketch_places(self, units: Sequence[int] | Integers) -> tuple[Integers, Integers]:
+        """`[units]` each: the bytes of the arena where the key parts and value parts of layer 0, KV head 0 begin."""
+        frame, index = np.divmod(np.asarray(units, dtype=np.int64), self.frame_sketches)
+        first = frame * self.frame_bytes
+        keys = first + index * self.sketch_format.key_bytes
+        values = first + self.frame_sketches * self.sketch_format.key_bytes + index * self.sketch_format.value_bytes
+        return keys, values
+
+    def slot_addresses(self, slots: Integers) -> Integers:
+        """Where pages lie in memory."""
+        return self.arena.data_ptr() + slots * self.page_bytes
+
+    def sketch_addresses(self, unit: int) -> tuple[Integers, Integers]:
+        """`[layers * kv_heads]` each: where the key and value parts of a block's sketches lie in memory."""
+        keys, values = self.sketch_places([unit])
+        steps = np.arange(self.shape.layers * self.shape.kv_heads, dtype=np.int64) * self.sketch_stride
+        return self.arena.data_ptr() + keys + steps, self.arena.data_ptr() + values + steps
+
+    def poison_exact(self, units: Sequence[int] | Integers) -> None:
+        """Fills these exact blocks with NaN, so that a read of stale bytes shows."""
+        self.poison_slots(self.exact_slots(units).reshape(-1))
+
+    def poison_slots(self, slots: Integers) -> None:
+        self.pages[torch.from_numpy(slots)] = float("nan")
+
+    def poison_sketches(self, units: Sequence[int] | Integers) -> None:
+        """Fills the sketches of these units with bytes that read as NaN."""
+        sizes = (self.sketch_format.key_bytes, self.sketch_format.value_bytes)
+        for places, size in zip(self.sketch_places(units), sizes, strict=True):
+            for place in places:
+                self._runs(int(place), size).fill_(0xFF)
+
+    def copy_sketches(self, source: int, target: int) -> None:
+        """Copies the sketches of one unit to another."""
+        sizes = (self.sketch_format.key_bytes, self.sketch_format.value_bytes)
+        for sources, targets, size in zip(self.sketch_places([source]), self.sketch_places([target]), sizes, strict=True):
+            self._runs(int(targets[0]), size).copy_(self._runs(int(sources[0]), size))
+
+    def _runs(self, first: int, size: int) -> Tensor:
+        """`[layers * kv_heads, size]` uint8: the same part of a unit's sketches in all layers and heads."""
+        rows = self.shape.layers * self.shape.kv_heads
+        return torch.as_strided(self.arena, (rows, size), (self.sketch_stride, 1), storage_offset=first)

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from vera.attention import make_backend
-from vera.cache import CacheShape, PagedCache
-from vera.config import EngineConfig, environment_warnings
+from vera.cache import AdaptiveCache, CacheShape
+from vera.config import FIDELITIES, EngineConfig, environment_warnings
 from vera.engine.request import FinishReason, Request, Status, Update
+from vera.engine.restore import Restorer
 from vera.engine.runner import Runner, StepLogits, prompt_rows
 from vera.engine.sampler import Sampled, Sampler, SamplingRow, TokenLogprob, prompt_logprobs
 from vera.engine.scheduler import Chunk, Scheduler
@@ -45,10 +46,14 @@ class StepTimes:
     attention: float = 0.0
     sample: float = 0.0
     commit: float = 0.0
+    policy: float = 0.0
+    """Taking in what the step showed about pages, and moving them."""
+    restore: float = 0.0
+    """Recomputing cold pages; part of `model`, or of `prepare` for what the last step left over."""
 
     @property
     def total(self) -> float:
-        return self.schedule + self.prepare + self.model + self.sample + self.commit
+        return self.schedule + self.prepare + self.model + self.sample + self.commit + self.policy
 
     @contextmanager
     def lap(self, name: str) -> Iterator[None]:
@@ -70,21 +75,35 @@ class Engine:
         self, model: LoadedModel, config: EngineConfig | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.config = config or EngineConfig()
-        for warning in environment_warnings():
+        for warning in (*environment_warnings(), *self.config.cache.risks()):
             _log.warning(warning)
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         self.model = model
         spec = model.spec
         self.backend = make_backend(self.config.attention_backend, group=spec.num_query_heads // spec.num_kv_heads)
-        shape = CacheShape(layers=spec.num_layers, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
-        self.cache = PagedCache(shape, self.config.cache, identity=spec.weights_revision)
+        shape = CacheShape(
+            layers=spec.num_layers,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            hidden_size=spec.hidden_size,
+            windowed_layers=tuple(layer for layer, window in enumerate(spec.windows) if window is not None),
+        )
+        self.cache = AdaptiveCache(
+            shape,
+            self.config.cache,
+            identity=spec.weights_revision,
+            max_sequences=self.config.max_num_seqs,
+            max_tokens=spec.max_context,
+            can_recompute=model.has_windows,
+        )
         self._revision = spec.weights_revision
         self.max_model_len = self._served_length()
         self.stats = EngineStats()
         self.step_times = StepTimes()
         self.clock = clock
-        self._runner = Runner(model, self.backend)
+        self._restorer = Restorer(model, self.backend, self.cache, lambda request_id: self._requests[request_id].token_ids)
+        self._runner = Runner(model, self.backend, self.cache, self._restorer)
         self._sampler = Sampler()
         self._scheduler = Scheduler(
             self.cache, max_num_seqs=self.config.max_num_seqs, max_batch_tokens=self.config.max_batch_tokens
@@ -107,10 +126,13 @@ class Engine:
         priority: int = 0,
         timeout_seconds: float | None = None,
         arrived_at: float | None = None,
+        fidelity: str | None = None,
+        attention_tolerance: float | None = None,
     ) -> str:
         """Queues one answer (`params.n` must be 1; see `SamplingParams.answers`) and returns its id.
 
-        Lower `priority` runs first. `arrived_at`, by `clock`, is when the caller got the request, if that is not now. Raises
+        Lower `priority` runs first. `arrived_at`, by `clock`, is when the caller got the request, if that is not now. `fidelity`
+        (native, bounded or exact) and `attention_tolerance` take the place of the cache's settings. Raises
         RequestError for what cannot be honoured, RequestTooLong for what can never fit, CapacityError when too many wait; none
         of them disturbs the other requests.
         """
@@ -119,10 +141,12 @@ class Engine:
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
         self._check_terms(request_id, priority, timeout_seconds)
+        self._check_fidelity(fidelity, attention_tolerance)
         if self.num_waiting >= self.config.max_waiting:
             raise CapacityError(f"{self.config.max_waiting} requests are waiting already; try later or raise max_waiting")
         request = self._new_request(request_id, arrival, prompt, params)
         request.priority = priority
+        request.fidelity, request.attention_tolerance = fidelity, attention_tolerance
         request.arrived_at = request.arrived_at if arrived_at is None else arrived_at
         if timeout_seconds is not None:
             request.deadline = request.arrived_at + timeout_seconds
@@ -192,6 +216,7 @@ class Engine:
         if chunks:
             try:
                 with times.lap("prepare"):
+                    self._restorer.begin_step()
                     batch = self.cache.batch([chunk.span for chunk in chunks])
                 with times.lap("model"):
                     logits = self._runner.run(chunks, batch)
@@ -199,10 +224,13 @@ class Engine:
                     sampled = self._sample(chunks, logits)
                 with times.lap("commit"):
                     self._commit(chunks, logits, sampled)
+                with times.lap("policy"):
+                    self._restorer.end_step()
+                    self.cache.settle()
             except Exception as error:
                 _log.exception("a step over %d requests failed", len(chunks))
                 self._fail(chunks, error)
-            times.attention = self._runner.attention_seconds
+            times.attention, times.restore = self._runner.attention_seconds, self._runner.restore_seconds
             self._count_step(chunks, times)
         self.step_times = times
 
@@ -230,6 +258,21 @@ class Engine:
         self._scheduler.start(copy)
         return copy_id
 
+    def set_fidelity(self, request_id: str, fidelity: str) -> None:
+        """How an adaptive cache serves a request from its next step on; it loses no token. The degrade switch is made of this.
+
+        Where exact service needs pages that are cold, they are restored; where there is no room for that, the request starts over
+        from its tokens, as after a preemption. Raises RequestError for an unknown request or fidelity.
+        """
+        self._check_fidelity(fidelity, None)
+        if (request := self._requests.get(request_id)) is None:
+            raise RequestError(f"there is no request {request_id!r} running or waiting")
+        request.fidelity = fidelity
+        if request.status is not Status.RUNNING or self.cache.set_fidelity(request_id, fidelity):
+            return
+        if not (self._restorer.restore_all(request_id) and self.cache.set_fidelity(request_id, fidelity)):
+            self._scheduler.preempt(request)
+
     def replace_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Puts other weights under the same architecture. What the cache holds belongs to the old ones and is dropped.
 
@@ -247,7 +290,8 @@ class Engine:
         self._closed = True
         for request in list(self._requests.values()):
             self._end(request, FinishReason.ABORT)
-        del self.model, self.cache, self._runner, self._scheduler, self.backend
+        self.cache.close()
+        del self.model, self.cache, self._runner, self._restorer, self._scheduler, self.backend
 
     def check_invariants(self) -> None:
         """Raises AssertionError if requests, queues and cache disagree."""
@@ -259,7 +303,7 @@ class Engine:
 
     def _served_length(self) -> int:
         """The longest sequence served: the one source of this limit."""
-        limits = {"the model's context": self.model.spec.max_context, "the cache": self.cache.capacity_tokens}
+        limits = {"the model's context": self.model.spec.max_context, "the cache": self.cache.max_sequence_tokens}
         asked = self.config.max_model_len
         for name, limit in limits.items():
             if asked is not None and asked > limit:
@@ -284,6 +328,15 @@ class Engine:
             raise RequestError(f"priority={priority!r} must be a whole number; lower runs first")
         if timeout is not None and not 0 < timeout < math.inf:
             raise RequestError(f"timeout_seconds={timeout} must be above 0 and finite; leave it out for no deadline")
+
+    def _check_fidelity(self, fidelity: str | None, tolerance: float | None) -> None:
+        if fidelity is not None and fidelity not in FIDELITIES:
+            raise RequestError(f"fidelity={fidelity!r} is not one of {', '.join(FIDELITIES)}")
+        if tolerance is not None and not (isinstance(tolerance, int | float) and 0 <= tolerance <= 1):
+            raise RequestError(f"attention_tolerance={tolerance!r} is outside 0 to 1")
+        if not self.cache.adaptive and (fidelity not in (None, "native") or tolerance is not None):
+            asked = f"fidelity={fidelity!r}" if fidelity not in (None, "native") else f"attention_tolerance={tolerance}"
+            raise RequestError(f"{asked} needs an adaptive cache, and this engine's is native; make it with cache='adaptive'")
 
     def _new_request(self, request_id: str, arrival: int, prompt: Sequence[int], params: SamplingParams) -> Request:
         seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
@@ -431,7 +484,10 @@ class Engine:
         self.stats.finished[reason.value] += 1
         update = update or Update(request.id, num_cached_tokens=request.num_cached or 0)
         delta = update.delta + _rest_of_text(request)
-        self._updates.append(replace(update, delta=delta, finish_reason=reason, stop_reason=stop_reason, error=error))
+        use = request.cache_use if self.config.cache.mode == "adaptive" else None
+        self._updates.append(
+            replace(update, delta=delta, finish_reason=reason, stop_reason=stop_reason, error=error, cache_use=use)
+        )
 
 
 def _logprobs(token: Sampled) -> list[TokenLogprob]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from vera.cache import CacheUse
 from vera.engine.sampler import SamplingRow, TokenLogprob
 from vera.engine.text import AnswerText
 from vera.sampling_params import SamplingParams
@@ -49,6 +50,8 @@ class Update:
     error: str | None = None
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the cache when the request was first admitted."""
+    cache_use: CacheUse | None = None
+    """What an adaptive cache did for the request, on its last update; None: nothing, or the cache is native."""
 
     @property
     def finished(self) -> bool:
@@ -75,6 +78,12 @@ class Request:
     output_token_ids: list[int]
     priority: int = 0
     """Lower runs first."""
+    fidelity: str | None = None
+    """How an adaptive cache serves it: native, bounded or exact. None: as the cache's settings say."""
+    attention_tolerance: float | None = None
+    """None: that of the cache's settings."""
+    cache_use: CacheUse = field(default_factory=CacheUse)
+    """What the cache did for it so far; the cache writes it, over preemptions too."""
     deadline: float | None = None
     """When the request is given up; None: never."""
     last_token_at: float | None = None

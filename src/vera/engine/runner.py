@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from vera.attention.protocol import AttentionBackend, LayerAttention, PagedBatch
+from vera.cache import AdaptiveCache
+from vera.engine.restore import Restorer
 from vera.engine.scheduler import Chunk
 from vera.models import LoadedModel
 
@@ -34,13 +36,17 @@ def prompt_rows(chunk: Chunk) -> range:
 
 
 class Runner:
-    """One forward pass of the flattened batch. Keeps no state between steps but its clock."""
+    """One forward pass of the flattened batch. Keeps no state between steps but its clocks."""
 
-    def __init__(self, model: LoadedModel, backend: AttentionBackend) -> None:
+    def __init__(self, model: LoadedModel, backend: AttentionBackend, cache: AdaptiveCache, restorer: Restorer) -> None:
         self._model = model
         self._backend = backend
+        self._cache = cache
+        self._restorer = restorer
         self.attention_seconds = 0.0
-        """Time the last step spent in the attention backend."""
+        """Time the last step spent in the attention backend, restores left out."""
+        self.restore_seconds = 0.0
+        """Time the last step spent on restoring cold pages."""
 
     def run(self, chunks: Sequence[Chunk], batch: PagedBatch) -> StepLogits:
         """Writes the new tokens' keys and values to the batch's pages and gives the logits that the step needs."""
@@ -55,14 +61,33 @@ class Runner:
             prompts += (offset + position for position in prompt_rows(chunk))
             if chunk.reaches_end:
                 ends.append(len(token_ids) - 1)
-        self.attention_seconds = 0.0
+        self.attention_seconds = self.restore_seconds = 0.0
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
             start = time.perf_counter()
             output = self._backend.attend(batch, layer, query, key, value, options)
-            self.attention_seconds += time.perf_counter() - start
+            attended = time.perf_counter()
+            self.attention_seconds += attended - start
+            if self._restorer.restore_hits(batch, layer):
+                restored = time.perf_counter()
+                self.restore_seconds += restored - attended
+                output = self._backend.attend(batch, layer, query, key, value, options, again=True)
+                self.attention_seconds += time.perf_counter() - restored
             return output
 
-        logits = self._model.forward(torch.tensor(token_ids), torch.tensor(positions), torch.tensor(ends + prompts), attend)
+        spans = [chunk.span for chunk in chunks]
+
+        def keep(layer: int, hidden: Tensor) -> None:
+            if not self._restorer.running:
+                self._cache.keep_checkpoints(spans, layer, hidden)
+
+        logits = self._model.forward(
+            torch.tensor(token_ids),
+            torch.tensor(positions),
+            torch.tensor(ends + prompts),
+            attend,
+            keep_layers=self._cache.checkpoint_layers,
+            keep=keep,
+        )
         lengths = [len(prompt_rows(chunk)) for chunk in chunks]
         return StepLogits(logits[: len(ends)], list(torch.split(logits[len(ends) :], lengths)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-from vera.cache import PagedCache, Span
+from vera.cache import AdaptiveCache, Span
 from vera.engine.request import Request, Status
 
 
@@ -34,7 +34,7 @@ class Chunk:
 class Scheduler:
     """Continuous batching: first come, first served within a priority, under a budget of tokens and of sequences."""
 
-    def __init__(self, cache: PagedCache, *, max_num_seqs: int, max_batch_tokens: int) -> None:
+    def __init__(self, cache: AdaptiveCache, *, max_num_seqs: int, max_batch_tokens: int) -> None:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
@@ -119,6 +119,8 @@ class Scheduler:
             request = self.waiting[0]
             if not self._admit(request, plan):
                 return
+            if not self._make_room(request, request.num_computed + min(request.num_pending, plan.budget), plan):
+                return
             plan.add(request)
 
     def _admit(self, request: Request, plan: _Plan) -> bool:
@@ -139,13 +141,23 @@ class Scheduler:
         if len(self.running) >= self._max_num_seqs:
             return None
         # A block to spare for each running sequence, so that letting one more in does not at once preempt another.
-        return self._cache.admit(request.id, request.token_ids, headroom=len(self.running), reuse=_may_reuse(request))
+        return self._cache.admit(
+            request.id,
+            request.token_ids,
+            headroom=len(self.running),
+            reuse=_may_reuse(request),
+            fidelity=request.fidelity,
+            tolerance=request.attention_tolerance,
+            use=request.cache_use,
+        )
 
     def _would_fit(self, request: Request, without: list[Request]) -> bool:
         """There would be room if these running requests gave way: nobody loses their work for nothing."""
         ids = [other.id for other in without]
         headroom = len(self.running) - len(without)
-        return self._cache.would_fit(request.token_ids, without=ids, headroom=headroom, reuse=_may_reuse(request))
+        return self._cache.would_fit(
+            request.token_ids, without=ids, headroom=headroom, reuse=_may_reuse(request), fidelity=request.fidelity
+        )
 
     def _give_way(self, request: Request, plan: _Plan) -> None:
         plan.chunks.pop(request.id, None)

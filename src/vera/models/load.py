@@ -96,6 +96,7 @@ def _admit(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
         num_query_heads=geometry.num_query_heads,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
+        hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         max_context=config.max_position_embeddings,
         dtype=str(module.dtype).removeprefix("torch."),

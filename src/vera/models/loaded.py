@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +16,7 @@ from vera.models.probe import probe
 from vera.models.spec import ModelSpec, weights_revision
 from vera.models.surroundings import quiet_transformers
 from vera.models.weights import check_state_dict
+from vera.models.windows import KeepHidden, decoder_layers, flowing_in, only_layers, watching
 
 
 @dataclass(slots=True)
@@ -28,27 +30,67 @@ class LoadedModel:
     layers: tuple[LayerAttention, ...]
     """How each layer attends; handed to the hook with each call."""
 
-    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, attend: LayerHook) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        attend: LayerHook,
+        *,
+        keep_layers: Sequence[int] = (),
+        keep: KeepHidden | None = None,
+    ) -> Tensor:
         """Logits `[rows, vocab]` float32 of the tokens at `logit_rows`; `attend` is called once in each layer, in order.
 
         `token_ids` and `positions` are `[tokens]` int64: the new tokens of all sequences one after another (a flattened
-        batch). Which token sees which is up to `attend`. With no `logit_rows` the output head is not run.
+        batch). Which token sees which is up to `attend`. With no `logit_rows` the output head is not run. `keep` is shown what
+        flows into each of `keep_layers`.
         """
         module = self.module
-        if module.config._attn_implementation != VERA_ATTENTION:
-            module.set_attn_implementation(VERA_ATTENTION)
-        inputs = {
-            "input_ids": token_ids.unsqueeze(0),
-            "position_ids": positions.unsqueeze(0),
-            "use_cache": False,
-            "vera_step": Step(attend, self.layers),
-        }
-        with torch.inference_mode():
+        inputs = self._inputs(token_ids, positions, attend)
+        with ExitStack() as stack:
+            if keep is not None and keep_layers:
+                stack.enter_context(watching(module.base_model, self.spec.num_layers, keep_layers, keep))
+            stack.enter_context(torch.inference_mode())
             if not len(logit_rows):
                 module.base_model(**inputs)
                 return torch.empty(0, self.spec.vocab_size)
             logits: Tensor = module(**inputs, logits_to_keep=logit_rows).logits
             return logits.squeeze(0).float()
+
+    @property
+    def has_windows(self) -> bool:
+        """`run_layers` can be used: the model keeps its decoder layers in one list."""
+        return decoder_layers(self.module.base_model, self.spec.num_layers) is not None
+
+    def run_layers(
+        self, token_ids: Tensor, positions: Tensor, attend: LayerHook, *, first: int, stop: int, hidden: Tensor | None
+    ) -> None:
+        """Runs the layers `first` to `stop` alone, for the sake of what `attend` sees and writes.
+
+        `hidden`, `[tokens, hidden]`, is what flows into layer `first`; None with `first` 0: the embeddings of `token_ids`.
+        May be called from within `attend` of another forward pass.
+        """
+        base_model, layers = self.module.base_model, self.spec.num_layers
+        assert (hidden is None) == (first == 0)
+        inputs = self._inputs(token_ids, positions, attend)
+        with ExitStack() as stack:
+            if hidden is not None:
+                replaced = hidden.to(self.module.dtype).unsqueeze(0)
+                stack.enter_context(flowing_in(base_model, layers, first, replaced))
+            stack.enter_context(only_layers(base_model, layers, first, stop))
+            stack.enter_context(torch.inference_mode())
+            base_model(**inputs)
+
+    def _inputs(self, token_ids: Tensor, positions: Tensor, attend: LayerHook) -> dict[str, object]:
+        if self.module.config._attn_implementation != VERA_ATTENTION:
+            self.module.set_attn_implementation(VERA_ATTENTION)
+        return {
+            "input_ids": token_ids.unsqueeze(0),
+            "position_ids": positions.unsqueeze(0),
+            "use_cache": False,
+            "vera_step": Step(attend, self.layers),
+        }
 
     def replace_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """Copies other weights of the same architecture into the module, and gives `spec` their revision.

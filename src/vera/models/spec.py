@@ -30,6 +30,8 @@ class ModelSpec:
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
+    hidden_size: int
+    """Width of the residual stream."""
     vocab_size: int
     """Rows of the output head."""
     max_context: int

@@ -1,0 +1,405 @@
+"""What happens to pages after a step: hit pages become hot, sealed blocks are demoted, heat is read, cold units are released.
+
+Decisions are `features`' and `placement`'s, bytes are moved by `tiers`; here is when, and within which limits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vera.attention.protocol import TierReport
+from vera.cache.blocks import Blocks
+from vera.cache.features import Heat, HeatSummary, relative_masses, summarise
+from vera.cache.placement import RecomputeController, coldest_units, due, promotions_and_demotions, unit_scores, weakest
+from vera.cache.sequence import Sequence, Span
+from vera.cache.tiers import TierTables
+from vera.config import CacheConfig
+
+RECENT_BLOCKS = 1
+"""Sealed blocks at a sequence's end that stay exact, besides the open one."""
+HYSTERESIS = 0.04
+"""A hot page stays until its score is this much below the threshold."""
+FREQUENCY_WEIGHT = 0.3
+"""Share of the access frequency in the heat score."""
+HALF_LIFE_TOKENS = 256
+DEMOTIONS_A_STEP = 2
+"""Blocks of decoding sequences that one step demotes: sequences that grow in step seal theirs at the same time."""
+RECALIBRATIONS_A_STEP = 2
+_SHED_SHARE = 0.1
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class TierStats:
+    """What happened to pages. Counters only grow."""
+
+    promoted_pages: int = 0
+    hit_promotions: int = 0
+    cooled_pages: int = 0
+    demoted_blocks: int = 0
+    released_units: int = 0
+    recalibrations: int = 0
+    broken_pages: int = 0
+    """Pages that could not be sketched because they hold a value that is not finite; their blocks stay exact."""
+    pages_exact: int = 0
+    """Pages read exactly by bounded decode steps, their own hits among them."""
+    pages_sketched: int = 0
+    values_skipped: int = 0
+    hits: int = 0
+    cold_hits: int = 0
+    uncovered_hits: int = 0
+    decode_steps: int = 0
+    """Steps times bounded sequences."""
+    recompute_steps: int = 0
+    """Those of them in which a cold page was restored."""
+    restored_blocks: int = 0
+    restore_seconds: float = 0.0
+    heat: deque[HeatSummary] = field(default_factory=lambda: deque(maxlen=64))
+    """The latest heat distributions, one a recalibration."""
+
+
+class Housekeeper:
+    """Moves pages between tiers on behalf of the cache. Owns heat and statistics; the sequences and blocks are the cache's."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        tables: TierTables,
+        blocks: Blocks,
+        sequences: Mapping[str, Sequence],
+        *,
+        max_sequences: int,
+        max_blocks: int,
+        can_recompute: bool,
+    ) -> None:
+        """`max_blocks`: of one sequence. `can_recompute`: cold pages can be restored, so units may be released."""
+        shape = tables.pool.shape
+        self.stats = TierStats()
+        self._config = config
+        self._tables = tables
+        self._blocks = blocks
+        self._sequences = sequences
+        self._can_recompute = can_recompute
+        self.heat = Heat(
+            tables.pool.num_blocks,
+            shape.layers,
+            shape.kv_heads,
+            half_life_tokens=HALF_LIFE_TOKENS,
+            frequency_weight=FREQUENCY_WEIGHT,
+        )
+        statistics = (max_sequences, shape.layers, shape.kv_heads, max_blocks)
+        self.masses, self.frequencies = torch.zeros(statistics), torch.zeros(statistics)
+        self._rows = list(range(max_sequences - 1, -1, -1))
+        unlimited = tables.warm is None
+        self.controller = RecomputeController(
+            config.recompute_target, max_cold_share=1.0 if unlimited else 0.5, cold_drop_step=config.cold_drop_step
+        )
+        if unlimited:
+            self.controller.cold_limit = 1.0
+        self._steps_at_last_scan = 0
+        self._unsketchable: set[int] = set()
+
+    # -- sequences come and go -----------------------------------------------------------------------------------------
+
+    def begin(self, state: Sequence) -> None:
+        """Keeps statistics for a sequence that may be tiered, if a row is left."""
+        if state.row is None and self._rows:
+            state.row = self._rows.pop()
+            self.masses[state.row].zero_()
+            self.frequencies[state.row].zero_()
+
+    def end(self, state: Sequence) -> None:
+        if state.row is not None:
+            self.heat.leave(state.block_ids, state.number)
+            self._rows.append(state.row)
+            state.row = None
+
+    def inherit(self, source: Sequence, copy: Sequence) -> None:
+        """The copy's pages are as hot as those of the sequence that it was made from."""
+        self.heat.copy(source.block_ids, copy.block_ids, reader=copy.number)
+        if source.row is not None and copy.row is not None:
+            self.masses[copy.row] = self.masses[source.row]
+            self.frequencies[copy.row] = self.frequencies[source.row]
+            copy.rows_seen = source.rows_seen
+        places = dict(zip(source.blocks, copy.blocks, strict=True))
+        copy.weakest = deque((places[block], layer, head) for block, layer, head in source.weakest if block in places)
+
+    def recycle(self, blocks: Listing[int]) -> None:
+        """These block ids hold something new."""
+        self.heat.reset(np.asarray(blocks, dtype=np.int64))
+        self._unsketchable.difference_update(blocks)
+
+    # -- after a step --------------------------------------------------------------------------------------------------
+
+    def settle(self, spans: Listing[Span], report: TierReport | None) -> None:
+        """Everything that is due after a step, within the limits of one step."""
+        states = [self._sequences[span.sequence] for span in spans if span.sequence in self._sequences]
+        if report is not None:
+            self._count(spans, report)
+            self._promote_hits(spans, report)
+        decoding = [state for state in states if state.tiered and state.prompt_done]
+        for state in states:
+            if state.tiered and not state.prompt_done:
+                self._demote_due(state, limit=None)
+        self._recalibrate_due(spans, decoding)
+        self._demote_decoding(decoding)
+        self._scan_if_due()
+
+    def _count(self, spans: Listing[Span], report: TierReport) -> None:
+        exact, sketched, skipped, cold = report.pages_read.tolist()
+        stats = self.stats
+        stats.pages_exact += exact
+        stats.pages_sketched += sketched
+        stats.values_skipped += skipped
+        stats.cold_hits += cold
+        for span, (error_sum, error_max, error_count) in zip(spans, report.errors.tolist(), strict=True):
+            if error_count and (state := self._sequences.get(span.sequence)) is not None:
+                use = state.use
+                use.decode_steps += 1
+                use.error_sum += error_sum
+                use.error_max = max(use.error_max, error_max)
+                use.error_count += int(error_count)
+                state.rows_seen += 1
+                stats.decode_steps += 1
+
+    def _promote_hits(self, spans: Listing[Span], report: TierReport) -> None:
+        """Pages that were hit and read where they are warm become hot; beyond a sequence's limit its weakest ones give way."""
+        if not report.hits:
+            return
+        hits = torch.cat(report.hits).numpy().astype(np.int64)
+        for row in np.unique(hits[:, 0]):
+            state = self._sequences.get(spans[row].sequence)
+            own = hits[hits[:, 0] == row]
+            self.stats.hits += len(own)
+            if state is None:
+                continue
+            state.use.hits += len(own)
+            warm = own[own[:, 4] == 0]
+            if len(warm):
+                self._make_way(state, len(warm))
+                blocks = state.block_ids[warm[:, 3]]
+                self.stats.hit_promotions += self._tables.promote(blocks, warm[:, 1], warm[:, 2])
+
+    def _make_way(self, state: Sequence, count: int) -> None:
+        """Cools the sequence's weakest pages, so that `count` more keep it within its share of hot pages."""
+        blocks = state.block_ids
+        tiered = blocks[self._tables.is_tiered(blocks)]
+        hot = int(self._tables.hot_pages(tiered).sum())
+        excess = hot + count - self._max_hot(len(tiered))
+        while excess > 0 and state.weakest:
+            block, layer, head = state.weakest.popleft()
+            excess -= self._cool(np.array([[block, layer, head]]))
+
+    def _max_hot(self, tiered_blocks: int) -> int:
+        shape = self._tables.pool.shape
+        return int(self._config.hot_max_share * tiered_blocks * shape.layers * shape.kv_heads)
+
+    def _cool(self, pages: Integers) -> int:
+        cooled = self._tables.cool(pages[:, 0], pages[:, 1], pages[:, 2])
+        self.stats.cooled_pages += cooled
+        return cooled
+
+    # -- demotion ------------------------------------------------------------------------------------------------------
+
+    def _demote_decoding(self, states: Listing[Sequence]) -> None:
+        left = DEMOTIONS_A_STEP
+        for state in states:
+            if left <= 0:
+                return
+            left -= self._demote_due(state, limit=left)
+
+    def demote_all_due(self) -> bool:
+        """Demotes whatever may be, because room is needed now. False: nothing could be."""
+        return sum(self._demote_due(state, limit=None) for state in self._sequences.values() if state.tiered) > 0
+
+    def _demote_due(self, state: Sequence, *, limit: int | None) -> int:
+        """Demotes the sequence's blocks that are old enough, oldest first; returns how many."""
+        done = 0
+        stop = state.sealed - RECENT_BLOCKS
+        while state.demoted < stop and (limit is None or done < limit):
+            block = state.blocks[state.demoted]
+            if self._tables.exact_unit[block] >= 0 and self._may_demote(block):
+                if not self._demote(state, state.demoted):
+                    break
+                done += 1
+            state.demoted += 1
+        return done
+
+    def _may_demote(self, block: int) -> bool:
+        """No sequence that reads this block wants it exact in fast memory, or needs it so."""
+        if block in self._unsketchable:
+            return False
+        if self._blocks.owners[block] <= 1:
+            return True
+        return all(state.tiered for state in self._sequences.values() if block in state.blocks)
+
+    def _demote(self, state: Sequence, index: int) -> bool:
+        """False: it cannot be now, because the pool or the warm store has no room."""
+        block = state.blocks[index]
+        exact_needed = not state.prompt_done or state.fidelity != "bounded"
+        if not self._has_warm_room() and (exact_needed or not self._may_be_cold()):
+            return False
+        hot = self._hot_at_demotion(state, index)
+        broken = self._tables.demote(block, hot)
+        if broken is None:
+            return False
+        if broken:
+            self.stats.broken_pages += broken
+            self._unsketchable.add(block)
+        else:
+            self.stats.demoted_blocks += 1
+        return True
+
+    def _hot_at_demotion(self, state: Sequence, index: int) -> NDArray[np.bool_]:
+        """`[layers, kv_heads]`: the pages of a block that stay hot, by what was seen of them since the statistics were read."""
+        shape = self._tables.pool.shape
+        if state.row is None or not state.prompt_done or state.rows_seen == 0:
+            return np.zeros((shape.layers, shape.kv_heads), dtype=bool)
+        blocks = len(state.blocks)
+        masses = self.masses[state.row, :, :, :blocks].numpy()
+        contribution = relative_masses(masses, state.rows_seen)[:, :, index]
+        hot: NDArray[np.bool_] = contribution / (1 + contribution) >= self._config.hot_score_threshold
+        return hot
+
+    def demote_idle(self, block: int) -> bool:
+        """Takes the exact bytes of an idle block as far as they are not needed to bring it back: it waits warm.
+
+        False: nothing was gained.
+        """
+        tables = self._tables
+        if tables.exact_unit[block] >= 0:
+            if block in self._unsketchable or not self._has_warm_room():
+                return False
+            shape = tables.pool.shape
+            return tables.demote(block, np.zeros((shape.layers, shape.kv_heads), dtype=bool)) == 0
+        hot = np.argwhere(tables.hot_pages([block])[0])
+        warm = tables.warm_slot[block, hot[:, 0] // tables.window_layers] >= 0
+        return self._cool(np.column_stack([np.full(int(warm.sum()), block), hot[warm]])) > 0
+
+    # -- warm and cold -------------------------------------------------------------------------------------------------
+
+    def _has_warm_room(self) -> bool:
+        """A block's units can all be saved; releases colder ones to make it so, if they may be."""
+        warm, windows = self._tables.warm, self._tables.num_windows
+        if warm is None:
+            return False
+        if warm.num_slots - warm.num_used < windows:
+            self._release_coldest(windows)
+        return warm.num_slots - warm.num_used >= windows
+
+    def _may_be_cold(self) -> bool:
+        tiered, cold = self._unit_counts()
+        windows = self._tables.num_windows
+        allowed = int(self.controller.cold_limit * (tiered + windows))
+        return self._can_recompute and cold + windows <= allowed
+
+    def _unit_counts(self) -> tuple[int, int]:
+        """Units of tiered blocks, and those of them that are cold."""
+        tiered = self._tables.sketch_unit >= 0
+        return int(tiered.sum()) * self._tables.num_windows, int((self._tables.warm_slot[tiered] < 0).sum())
+
+    def _scan_if_due(self) -> None:
+        """Releases cold units ahead of need, so that what the running sequences seal until the next scan finds room."""
+        steps = self.stats.decode_steps
+        if steps - self._steps_at_last_scan < self._config.cold_drop_step:
+            return
+        self._steps_at_last_scan = steps
+        warm = self._tables.warm
+        if warm is None or not self._can_recompute:
+            return
+        growth = self._config.cold_drop_step // self._config.page_size + len(self._sequences)
+        missing = growth * self._tables.num_windows - (warm.num_slots - warm.num_used)
+        num_units, num_cold = self._unit_counts()
+        self.controller.observe(
+            steps, self.stats.recompute_steps, num_units=num_units, num_cold=num_cold, short=missing > 0 or num_cold > 0
+        )
+        if missing > 0:
+            self._release_coldest(missing)
+
+    def _release_coldest(self, count: int) -> None:
+        """Releases the coldest units that may be, at most `count`."""
+        if not self._can_recompute:
+            return
+        num_units, num_cold = self._unit_counts()
+        count = min(count, self.controller.num_releasable(num_units, num_cold, short=True))
+        tiered = np.flatnonzero(self._tables.sketch_unit >= 0)
+        candidates = self._tables.warm_slot[tiered] >= 0
+        keep = self._needed_exact()
+        candidates[[int(block) in keep for block in tiered]] = False
+        scores = unit_scores(self.heat.scores(tiered), self._tables.window_layers)
+        for row, window in coldest_units(scores, candidates, count):
+            self._tables.release_unit(int(tiered[row]), window)
+            self.stats.released_units += 1
+
+    def _needed_exact(self) -> Collection[int]:
+        """Blocks that a running sequence reads exactly."""
+        return {
+            block for state in self._sequences.values() if not state.bounded or not state.prompt_done for block in state.blocks
+        }
+
+    # -- heat ----------------------------------------------------------------------------------------------------------
+
+    def _recalibrate_due(self, spans: Listing[Span], decoding: Listing[Sequence]) -> None:
+        left = RECALIBRATIONS_A_STEP
+        just_done = {span.sequence for span in spans if span.stop - span.start > 1}
+        for name in just_done:
+            state = self._sequences.get(name)
+            if state is not None and state.tiered and state.prompt_done:
+                self._demote_due(state, limit=None)
+                self.recalibrate(state)
+        for state in decoding:
+            generated = state.num_computed - state.prompt_tokens
+            if left > 0 and state.rows_seen and due(generated, self._config.recalibrate_every, state.number):
+                self.recalibrate(state)
+                left -= 1
+
+    def recalibrate(self, state: Sequence) -> None:
+        """Reads a sequence's statistics into heat and places its pages by score."""
+        if state.row is None:
+            return
+        blocks = state.block_ids
+        masses, frequencies = (array[state.row, :, :, : len(blocks)] for array in (self.masses, self.frequencies))
+        self.heat.absorb(blocks, masses.numpy(), frequencies.numpy(), rows=state.rows_seen, reader=state.number)
+        masses.zero_()
+        frequencies.zero_()
+        state.rows_seen = 0
+        self.stats.recalibrations += 1
+        tiered = blocks[self._tables.is_tiered(blocks)]
+        if len(tiered):
+            self._place(state, tiered)
+
+    def _place(self, state: Sequence, tiered: Integers) -> None:
+        scores, hot = self.heat.scores(tiered), self._tables.hot_pages(tiered)
+        moves = promotions_and_demotions(
+            scores, hot, threshold=self._config.hot_score_threshold, max_hot=self._max_hot(len(tiered)), hysteresis=HYSTERESIS
+        )
+        demote, promote = moves.demote, moves.promote
+        self._cool(np.column_stack([tiered[demote[:, 0]], demote[:, 1:]]))
+        self.stats.promoted_pages += self._tables.promote(tiered[promote[:, 0]], promote[:, 1], promote[:, 2])
+        hot = self._tables.hot_pages(tiered)
+        pages = np.argwhere(hot)
+        order = weakest(scores[hot], len(pages))
+        state.weakest = deque((int(tiered[block]), int(layer), int(head)) for block, layer, head in pages[order])
+        released = np.repeat(self._tables.cold_units(tiered), self._tables.window_layers, axis=1)[:, : hot.shape[1], None]
+        self.stats.heat.append(summarise(scores, hot, released))
+
+    def shed(self) -> bool:
+        """Cools a share of all hot pages that have a warm copy, the weakest ones. False: there are none."""
+        tables = self._tables
+        tiered = np.flatnonzero(tables.sketch_unit >= 0)
+        warm = np.repeat(tables.warm_slot[tiered] >= 0, tables.window_layers, axis=1)[:, : tables.pool.shape.layers, None]
+        hot = tables.hot_pages(tiered) & warm
+        pages = np.argwhere(hot)
+        if not len(pages):
+            return False
+        order = weakest(self.heat.scores(tiered)[hot], max(1, int(_SHED_SHARE * len(pages))))
+        chosen = pages[order]
+        return self._cool(np.column_stack([tiered[chosen[:, 0]], chosen[:, 1:]])) > 0

@@ -1,0 +1,464 @@
+"""Where each block's pages are, and moving them: hot, warm and cold.
+
+A block is one of
+
+    empty    it has no bytes
+    exact    all its pages are in an exact block of the pool; every new block begins so
+    tiered   its sketches are in the pool; each *unit* (the pages of one window of layers) has an exact copy in the warm store or
+             is cold; and single pages may be hot, that is, have a slot of the pool besides
+
+This module moves bytes and keeps the tables right; which page belongs where is `placement`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vera.attention import copy_bytes, sketch_to
+from vera.attention.protocol import NO_PAGE
+from vera.cache.frames import Role
+from vera.cache.pool import CacheShape, Integers, PagePool
+from vera.cache.warm import HostStore, open_store
+from vera.config import CacheConfig
+from vera.errors import CapacityError
+
+_NONE = -1
+_STAGING = (-1, -1, -1)
+"""Stands for the owner of a staging slot."""
+_CHECKPOINT_DTYPE = torch.float32
+"""Half precision would save memory, but then only two thirds of the restored elements are bit for bit what they were."""
+
+Mask = NDArray[np.bool_]
+
+
+def block_overhead_bytes(shape: CacheShape, config: CacheConfig) -> int:
+    """Memory of the tables here, for each block."""
+    windows = num_windows(shape, config)
+    return (
+        8  # exact_unit
+        + 8  # sketch_unit
+        + windows * (8 + 8)  # warm slots and addresses
+        + (windows - 1) * (8 + 2)  # checkpoint slots and their fill
+    )
+
+
+def num_windows(shape: CacheShape, config: CacheConfig) -> int:
+    """As many windows as keep each within `recompute_layer_limit` layers."""
+    return -(-shape.layers // config.recompute_layer_limit)
+
+
+class TierTables:
+    """The places of all blocks, by block id. Says nothing about who owns a block."""
+
+    def __init__(
+        self, pool: PagePool, config: CacheConfig, *, warm_dir: Path, warm_bytes: int, checkpoints: bool, staging_pages: int
+    ) -> None:
+        """`warm_bytes`: most bytes of the warm store and the checkpoints together. `staging_pages`: slots kept for restores."""
+        shape = pool.shape
+        self.pool = pool
+        self.num_windows = num_windows(shape, config)
+        self.window_layers = -(-shape.layers // self.num_windows)
+        self._poison = config.poison
+        self._dtype = pool.pages.dtype
+        blocks = pool.num_blocks
+        self.exact_unit = np.full(blocks, _NONE, dtype=np.int64)
+        self.sketch_unit = np.full(blocks, _NONE, dtype=np.int64)
+        self.warm_slot = np.full((blocks, self.num_windows), _NONE, dtype=np.int64)
+        self.warm_address = torch.zeros((blocks, self.num_windows), dtype=torch.int64)
+        boundaries = self.num_windows - 1 if checkpoints else 0
+        self.checkpoint_slot = np.full((blocks, boundaries), _NONE, dtype=np.int64)
+        self.checkpoint_rows = np.zeros((blocks, boundaries), dtype=np.int16)
+        self._checkpoint_shape = (config.page_size, shape.hidden_size)
+        unit_bytes = self.window_layers * shape.kv_heads * pool.page_bytes
+        checkpoint_bytes = config.page_size * shape.hidden_size * _CHECKPOINT_DTYPE.itemsize
+        for_block = self.num_windows * unit_bytes + boundaries * checkpoint_bytes
+        for_units = warm_bytes * self.num_windows * unit_bytes // for_block
+        self.warm: HostStore | None = open_store(config.warm_store, unit_bytes, for_units, warm_dir)
+        self.checkpoints: HostStore | None = None
+        if boundaries:
+            kind = "ram" if config.warm_store == "none" else config.warm_store
+            room = warm_bytes - for_units if self.warm is not None else blocks * boundaries * checkpoint_bytes
+            self.checkpoints = open_store(kind, checkpoint_bytes, room, warm_dir) if room >= checkpoint_bytes else None
+        staging = pool.frames.take(Role.PAGE, staging_pages)
+        if staging is None:
+            raise CapacityError(
+                f"the cache's ceiling of {pool.capacity_bytes / 2**20:.1f} MiB has no room to restore {config.recompute_budget} "
+                "blocks at a time; raise it, or lower recompute_budget"
+            )
+        self.staging = staging
+        """Slots that a restore writes to; they belong to no block."""
+        self._table = pool.page_table.numpy()
+        self._tierable = np.ones((shape.layers, shape.kv_heads), dtype=bool)
+        self._tierable[list(shape.windowed_layers)] = False
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    def is_exact(self, blocks: Sequence[int] | Integers) -> Mask:
+        """`[blocks]`: all pages lie in an exact block."""
+        exact: Mask = self.exact_unit[np.asarray(blocks, dtype=np.int64)] >= 0
+        return exact
+
+    def is_tiered(self, blocks: Sequence[int] | Integers) -> Mask:
+        tiered: Mask = self.sketch_unit[np.asarray(blocks, dtype=np.int64)] >= 0
+        return tiered
+
+    def hot_pages(self, blocks: Sequence[int] | Integers) -> Mask:
+        """`[blocks, layers, kv_heads]`: pages that have a slot; for exact blocks all of them."""
+        hot: Mask = self._table[np.asarray(blocks, dtype=np.int64)] != NO_PAGE
+        return hot
+
+    def cold_units(self, blocks: Sequence[int] | Integers) -> Mask:
+        """`[blocks, windows]`: units of tiered blocks without an exact copy (pages of them may still be hot)."""
+        at = np.asarray(blocks, dtype=np.int64)
+        cold: Mask = (self.warm_slot[at] < 0) & (self.sketch_unit[at] >= 0)[:, None]
+        return cold
+
+    def lacks_exact_pages(self, blocks: Sequence[int] | Integers) -> Mask:
+        """`[blocks]`: some page is cold."""
+        cold = np.repeat(self.cold_units(blocks), self.window_layers, axis=1)[:, : self.pool.shape.layers, None]
+        lacking: Mask = np.asarray((cold & ~self.hot_pages(blocks)).any(axis=(1, 2)))
+        return lacking
+
+    def device_bytes(self, blocks: Sequence[int] | Integers) -> Integers:
+        """`[blocks]`: bytes of the pool that each block takes."""
+        at = np.asarray(blocks, dtype=np.int64)
+        hot = np.where(self.sketch_unit[at] >= 0, (self._table[at] != NO_PAGE).sum(axis=(1, 2)), 0)
+        return np.asarray(
+            (self.exact_unit[at] >= 0) * self.pool.block_bytes
+            + (self.sketch_unit[at] >= 0) * self.pool.sketch_bytes
+            + hot * self.pool.page_bytes
+        )
+
+    @property
+    def warm_bytes(self) -> int:
+        """Bytes in use outside fast memory: exact copies and checkpoints."""
+        return sum(store.used_bytes for store in (self.warm, self.checkpoints) if store is not None)
+
+    # -- a block's life ------------------------------------------------------------------------------------------------
+
+    def make_exact(self, blocks: Sequence[int]) -> bool:
+        """Gives each of these empty blocks an exact place. False: the pool has no room, nothing changed."""
+        units = self.pool.frames.take(Role.EXACT, len(blocks))
+        if units is None:
+            return False
+        at = np.asarray(blocks, dtype=np.int64)
+        assert (self.exact_unit[at] < 0).all() and (self.sketch_unit[at] < 0).all()
+        self.exact_unit[at] = units
+        self._table[at] = self.pool.exact_slots(units)
+        if self._poison and len(blocks):
+            self.pool.poison_exact(units)
+        return True
+
+    def demote(self, block: int, hot: Mask) -> int | None:
+        """Makes a sealed exact block tiered: sketches, a warm copy of each unit as far as the store has room, `hot` pages kept.
+
+        `hot` is `[layers, kv_heads]`; pages of windowed layers stay hot whatever it says. None: the pool has no room, nothing
+        changed. Else the number of pages that hold a value that is not finite: if there is any, nothing changed either.
+        """
+        unit = int(self.exact_unit[block])
+        assert unit >= 0
+        kept = np.argwhere(hot | ~self._tierable)
+        sketch = self.pool.frames.take(Role.SKETCH, 1)
+        slots = self.pool.frames.take(Role.PAGE, len(kept)) if sketch is not None else None
+        if sketch is None or slots is None:
+            if sketch is not None:
+                self.pool.frames.give(Role.SKETCH, sketch)
+            return None
+        sources = self.pool.slot_addresses(self.pool.exact_slots([unit])[0])
+        key_parts, value_parts = self.pool.sketch_addresses(int(sketch[0]))
+        broken = sketch_to(sources.reshape(-1), key_parts, value_parts, self.pool.sketch_format, self._dtype)
+        if broken:
+            self.pool.frames.give(Role.SKETCH, sketch)
+            self.pool.frames.give(Role.PAGE, slots)
+            return broken
+        self._save(block, sources)
+        copy_bytes(sources[kept[:, 0], kept[:, 1]], self.pool.slot_addresses(slots), self.pool.page_bytes)
+        self._table[block] = NO_PAGE
+        self._table[block, kept[:, 0], kept[:, 1]] = slots
+        self._place_sketch(block, int(sketch[0]))
+        self._give_exact(block)
+        return 0
+
+    def promote(self, blocks: Integers, layers: Integers, heads: Integers) -> int:
+        """Makes these warm pages hot, in order, as far as the pool has room; those that are hot or cold are passed over.
+
+        Returns how many became hot.
+        """
+        addresses = self._warm_addresses(blocks, layers, heads)
+        wanted = np.flatnonzero((self._table[blocks, layers, heads] == NO_PAGE) & (addresses != 0))
+        wanted = wanted[: self.pool.frames.num_available(Role.PAGE)]
+        slots = self.pool.frames.take(Role.PAGE, len(wanted))
+        assert slots is not None
+        copy_bytes(addresses[wanted], self.pool.slot_addresses(slots), self.pool.page_bytes)
+        self._table[blocks[wanted], layers[wanted], heads[wanted]] = slots
+        return len(wanted)
+
+    def cool(self, blocks: Integers, layers: Integers, heads: Integers) -> int:
+        """Takes the slots of these hot pages of tiered blocks; they are warm or cold then. Returns how many there were."""
+        slots = self._table[blocks, layers, heads]
+        held = np.flatnonzero((slots != NO_PAGE) & (self.sketch_unit[blocks] >= 0) & self._tierable[layers, heads])
+        if len(held):
+            self._table[blocks[held], layers[held], heads[held]] = NO_PAGE
+            self._give_slots(slots[held].astype(np.int64))
+        return len(held)
+
+    def release_unit(self, block: int, window: int) -> None:
+        """Takes the warm copy of a unit: its pages that are not hot are cold from now on."""
+        slot = int(self.warm_slot[block, window])
+        assert slot >= 0 and self.warm is not None
+        self.warm_slot[block, window] = _NONE
+        self.warm_address[block, window] = 0
+        self.warm.free([slot])
+
+    def save_unit(self, block: int, window: int, sources: Integers) -> bool:
+        """Makes a cold unit warm from pages at `sources`, `[layers of the window, kv_heads]`. False: no room in the store."""
+        slots = self.warm.allocate(1) if self.warm is not None else None
+        if slots is None:
+            return False
+        assert self.warm is not None and self.warm_slot[block, window] < 0
+        address = self.warm.address(slots[0])
+        targets = address + np.arange(sources.size, dtype=np.int64) * self.pool.page_bytes
+        copy_bytes(sources.reshape(-1), targets, self.pool.page_bytes)
+        self.warm_slot[block, window] = slots[0]
+        self.warm_address[block, window] = address
+        return True
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Makes blocks empty, whatever they were."""
+        for block in blocks:
+            if self.exact_unit[block] >= 0:
+                self._give_exact(block)
+            if self.sketch_unit[block] >= 0:
+                slots = self._table[block]
+                self._give_slots(slots[slots != NO_PAGE].astype(np.int64))
+                self._give_sketch(block)
+            for window in np.flatnonzero(self.warm_slot[block] >= 0):
+                self.release_unit(block, int(window))
+            self._drop_checkpoints(block)
+            self._table[block] = NO_PAGE
+
+    def copy(self, source: int, target: int) -> bool:
+        """Makes an empty block what another one is, in places of its own. False: no room, nothing changed.
+
+        Warm copies are made as far as the store has room; what finds none is cold in the copy.
+        """
+        if self.exact_unit[source] >= 0:
+            if not self.make_exact([target]):
+                return False
+            pages = self.pool.exact_slots([self.exact_unit[source], self.exact_unit[target]])
+            self._copy_slots(pages[0].reshape(-1), pages[1].reshape(-1))
+        elif self.sketch_unit[source] >= 0 and not self._copy_tiered(source, target):
+            return False
+        self._copy_checkpoints(source, target)
+        return True
+
+    def compact(self, role: Role) -> None:
+        """Moves units together, so that frames become free."""
+        frames = self.pool.frames
+        owners = self._owners(role)
+        for source, target in frames.compaction(role):
+            owner = owners.pop(source)
+            self._move(role, owner, source, target)
+            frames.complete_move(role, source, target)
+            owners[target] = owner
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def keep_checkpoint(self, block: int, boundary: int, offset: int, hidden: Tensor) -> None:
+        """Writes what flowed into the first layer of window `boundary + 1`, `[tokens, hidden]`, from token `offset` of a block.
+
+        A checkpoint is of use once it has all tokens of its block, written in order.
+        """
+        if self.checkpoints is None or self.checkpoint_rows[block, boundary] != offset:
+            return
+        if offset == 0 and self.checkpoint_slot[block, boundary] < 0:
+            slots = self.checkpoints.allocate(1)
+            if slots is None:
+                return
+            self.checkpoint_slot[block, boundary] = slots[0]
+        elif self.checkpoint_slot[block, boundary] < 0:
+            return
+        rows = self._checkpoint(block, boundary)
+        rows[offset : offset + len(hidden)] = hidden
+        self.checkpoint_rows[block, boundary] = offset + len(hidden)
+
+    def checkpoint(self, block: int, boundary: int) -> Tensor | None:
+        """`[page_size, hidden]`, or None if the block has no whole one."""
+        if boundary >= self.checkpoint_rows.shape[1]:
+            return None
+        whole = int(self.checkpoint_rows[block, boundary]) == self._checkpoint_shape[0]
+        return self._checkpoint(block, boundary) if whole else None
+
+    # -- restoring -----------------------------------------------------------------------------------------------------
+
+    def lend_slots(self, block: int, first: int, stop: int, slots: Integers) -> Integers:
+        """Points the pages of the layers `first` to `stop` at `slots`, `[layers, kv_heads]`; returns what stood there before."""
+        before = self._table[block, first:stop].astype(np.int64)
+        self._table[block, first:stop] = slots
+        return before
+
+    def slots(self, block: int, first: int, stop: int) -> Integers:
+        """`[layers, kv_heads]`: what the pages of these layers point at now."""
+        return self._table[block, first:stop].astype(np.int64)
+
+    def return_slots(self, block: int, first: int, stop: int, before: Integers) -> None:
+        """Undoes `lend_slots`."""
+        self._table[block, first:stop] = before
+
+    def adopt_page(self, block: int, layer: int, head: int, slot: int) -> bool:
+        """Makes a page that has no slot hot, with what `slot` holds. False: the pool has no room, nothing changed."""
+        assert self._table[block, layer, head] == NO_PAGE
+        own = self.pool.frames.take(Role.PAGE, 1)
+        if own is None:
+            return False
+        self._copy_slots(np.array([slot], dtype=np.int64), own)
+        self._table[block, layer, head] = own[0]
+        return True
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if tables, frames and stores disagree."""
+        frames, pool = self.pool.frames, self.pool
+        frames.check_invariants()
+        exact, tiered = self.exact_unit >= 0, self.sketch_unit >= 0
+        assert not (exact & tiered).any(), "a block is exact and tiered"
+        assert len(set(self.exact_unit[exact])) == exact.sum() == frames.num_used(Role.EXACT), "exact units are lost"
+        if pool.frame_sketches:
+            assert len(set(self.sketch_unit[tiered])) == tiered.sum() == frames.num_used(Role.SKETCH), "sketches are lost"
+        hot = self._table[tiered]
+        slots = hot[hot != NO_PAGE]
+        used = frames.num_used(Role.PAGE) - len(self.staging)
+        assert len(set(slots.tolist()) - set(self.staging.tolist())) == len(slots) == used, "hot pages are lost or shared"
+        if exact.any():
+            assert (self._table[exact] == pool.exact_slots(self.exact_unit[exact])).all(), "an exact block's slots are wrong"
+        assert (self._table[~exact & ~tiered] == NO_PAGE).all(), "an empty block has pages"
+        assert ((self.warm_slot >= 0) == (self.warm_address.numpy() != 0)).all(), "warm slots and addresses disagree"
+        assert not (self.warm_slot[~tiered] >= 0).any(), "a block that is not tiered is warm"
+        warm = self.warm_slot[self.warm_slot >= 0]
+        assert len(set(warm.tolist())) == len(warm) == (self.warm.num_used if self.warm else 0), "warm slots are lost"
+        held = self.checkpoint_slot[self.checkpoint_slot >= 0]
+        assert len(set(held.tolist())) == len(held) == (self.checkpoints.num_used if self.checkpoints else 0), "checkpoints lost"
+        assert (pool.sketch_keys.numpy() >= 0).tolist() == tiered.tolist(), "a sketch is not in the table"
+
+    @property
+    def has_warm_room(self) -> bool:
+        """The warm store can take one more unit."""
+        return self.warm is not None and self.warm.num_used < self.warm.num_slots
+
+    def close(self) -> None:
+        """Gives the stores back; no page may be read afterwards."""
+        for store in (self.warm, self.checkpoints):
+            if store is not None:
+                store.close()
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _warm_addresses(self, blocks: Integers, layers: Integers, heads: Integers) -> Integers:
+        """Where the warm copies of pages lie; 0: cold."""
+        window, layer = np.divmod(layers, self.window_layers)
+        units = self.warm_address.numpy()[blocks, window]
+        return np.where(units != 0, units + (layer * self.pool.shape.kv_heads + heads) * self.pool.page_bytes, 0)
+
+    def _save(self, block: int, sources: Integers) -> None:
+        """Makes the units warm as far as there is room; `sources` are the pages' addresses, `[layers, kv_heads]`."""
+        for window in range(self.num_windows):
+            layers = slice(window * self.window_layers, (window + 1) * self.window_layers)
+            if not self.save_unit(block, window, sources[layers]):
+                return
+
+    def _copy_tiered(self, source: int, target: int) -> bool:
+        hot = np.argwhere(self._table[source] != NO_PAGE)
+        sketch = self.pool.frames.take(Role.SKETCH, 1)
+        slots = self.pool.frames.take(Role.PAGE, len(hot)) if sketch is not None else None
+        if sketch is None or slots is None:
+            if sketch is not None:
+                self.pool.frames.give(Role.SKETCH, sketch)
+            return False
+        self.pool.copy_sketches(int(self.sketch_unit[source]), int(sketch[0]))
+        self._copy_slots(self._table[source, hot[:, 0], hot[:, 1]].astype(np.int64), slots)
+        self._table[target, hot[:, 0], hot[:, 1]] = slots
+        self._place_sketch(target, int(sketch[0]))
+        for window in np.flatnonzero(self.warm_slot[source] >= 0):
+            layers = min(self.window_layers, self.pool.shape.layers - int(window) * self.window_layers)
+            pages = np.arange(layers * self.pool.shape.kv_heads, dtype=np.int64) * self.pool.page_bytes
+            self.save_unit(target, int(window), int(self.warm_address[source, window]) + pages)
+        return True
+
+    def _copy_checkpoints(self, source: int, target: int) -> None:
+        for boundary in range(self.checkpoint_rows.shape[1]):
+            rows = int(self.checkpoint_rows[source, boundary])
+            if rows:
+                self.keep_checkpoint(target, boundary, 0, self._checkpoint(source, boundary)[:rows])
+
+    def _copy_slots(self, sources: Integers, targets: Integers) -> None:
+        copy_bytes(self.pool.slot_addresses(sources), self.pool.slot_addresses(targets), self.pool.page_bytes)
+
+    def _place_sketch(self, block: int, unit: int) -> None:
+        keys, values = self.pool.sketch_places([unit])
+        self.sketch_unit[block] = unit
+        self.pool.sketch_keys[block] = int(keys[0])
+        self.pool.sketch_values[block] = int(values[0])
+
+    def _give_exact(self, block: int) -> None:
+        unit = self.exact_unit[block : block + 1].copy()
+        self.exact_unit[block] = _NONE
+        if self._poison:
+            self.pool.poison_exact(unit)
+        self.pool.frames.give(Role.EXACT, unit)
+
+    def _give_sketch(self, block: int) -> None:
+        unit = self.sketch_unit[block : block + 1].copy()
+        self.sketch_unit[block] = _NONE
+        self.pool.sketch_keys[block] = NO_PAGE
+        self.pool.sketch_values[block] = NO_PAGE
+        if self._poison:
+            self.pool.poison_sketches(unit)
+        self.pool.frames.give(Role.SKETCH, unit)
+
+    def _give_slots(self, slots: Integers) -> None:
+        if self._poison and len(slots):
+            self.pool.poison_slots(slots)
+        self.pool.frames.give(Role.PAGE, slots)
+
+    def _checkpoint(self, block: int, boundary: int) -> Tensor:
+        assert self.checkpoints is not None
+        slot = int(self.checkpoint_slot[block, boundary])
+        return self.checkpoints.view(slot).view(_CHECKPOINT_DTYPE).view(self._checkpoint_shape)
+
+    def _drop_checkpoints(self, block: int) -> None:
+        held = self.checkpoint_slot[block][self.checkpoint_slot[block] >= 0]
+        if len(held) and self.checkpoints is not None:
+            self.checkpoints.free(held.tolist())
+        self.checkpoint_slot[block] = _NONE
+        self.checkpoint_rows[block] = 0
+
+    def _owners(self, role: Role) -> dict[int, tuple[int, int, int]]:
+        """Who has each unit of a role: a block, or a page (block, layer, head)."""
+        if role is Role.PAGE:
+            tiered = np.flatnonzero(self.sketch_unit >= 0)
+            held = np.argwhere(self._table[tiered] != NO_PAGE)
+            pages = [(int(tiered[block]), int(layer), int(head)) for block, layer, head in held]
+            return {int(self._table[page]): page for page in pages} | {int(slot): _STAGING for slot in self.staging}
+        units = self.exact_unit if role is Role.EXACT else self.sketch_unit
+        return {int(units[block]): (int(block), 0, 0) for block in np.flatnonzero(units >= 0)}
+
+    def _move(self, role: Role, owner: tuple[int, int, int], source: int, target: int) -> None:
+        block = owner[0]
+        if owner == _STAGING:
+            self.staging[self.staging == source] = target
+        elif role is Role.PAGE:
+            self._copy_slots(np.array([source], dtype=np.int64), np.array([target], dtype=np.int64))
+            self._table[owner] = target
+        elif role is Role.EXACT:
+            pages = self.pool.exact_slots([source, target])
+            self._copy_slots(pages[0].reshape(-1), pages[1].reshape(-1))
+            self.exact_unit[block] = target
+            self._table[block] = pages[1]
+        else:
+            self.pool.copy_sketches(source, target)
+            self._place_sketch(block, target)

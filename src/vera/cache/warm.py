@@ -1,0 +1,504 @@
+"""Host stores: where exact pages lie that left the device but are still wanted, and checkpoints.
+
+A store has *slots* of one size in one range of addresses that never moves, so a kernel reads pages where they lie. Copies in and
+out are *transfers*: beside a GPU they take their time, on a CPU they are done at once. A store belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import logging
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vera.errors import CapacityError, ConfigError
+
+_log = logging.getLogger(__name__)
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
+_MIB = 2**20
+_RESERVE_STEP_BYTES = 16 * _MIB
+_FILESYSTEMS_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "rootfs"}
+
+
+class Transfer(Protocol):
+    """A copy under way. Neither its source nor its target may be used for anything else until it is done."""
+
+    @property
+    def done(self) -> bool:
+        """All bytes are where they belong."""
+        ...
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """True: it is done. False: it was given up, or the time is over. None waits as long as it takes."""
+        ...
+
+    def abandon(self) -> None:
+        """Gives it up: from now on it moves no byte and never becomes done, whatever completes late."""
+        ...
+
+
+Copy = Callable[[NDArray[np.int64], NDArray[np.int64], int], Transfer]
+"""Starts to copy that many bytes to each address of the first array from the one at the same place in the second."""
+
+
+class HostStore(Protocol):
+    """Slots of host memory.
+
+    `save` and `load` copy whole slots. Of the transfers of one slot, only loads may be under way together; anything else must
+    have been waited for. A slot may be freed at any time: while a transfer uses it, it stays taken.
+    """
+
+    @property
+    def kind(self) -> str:
+        """`ram` or `file`."""
+        ...
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots there can be. Falls where a disk turns out to be full."""
+        ...
+
+    @property
+    def num_used(self) -> int:
+        """Slots that cannot be handed out: those allocated, and those freed that a transfer still uses."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the used slots."""
+        ...
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of memory or disk that the store has taken so far, at most its limit; kept for slots to come."""
+        ...
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` slots, the lowest that are free; their content is undefined. None: no room, nothing changed."""
+        ...
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Gives slots back, each once. What they hold is void."""
+        ...
+
+    def address(self, slot: int) -> int:
+        """Where the slot begins: a multiple of 64, the same for as long as the store is open."""
+        ...
+
+    def addresses(self, slots: Sequence[int]) -> NDArray[np.int64]:
+        """`[slots]`: where each of them begins."""
+        ...
+
+    def view(self, slot: int) -> Tensor:
+        """`[slot_bytes]` uint8: the slot's own memory. Must be dropped before the slot is freed or the store closed."""
+        ...
+
+    def save(self, slots: Sequence[int], sources: NDArray[np.int64]) -> Transfer:
+        """Copies to each slot from the address at the same place in `sources`, which must stay as it is until that is done."""
+        ...
+
+    def load(self, slots: Sequence[int], targets: NDArray[np.int64]) -> Transfer:
+        """Copies from each slot to the address at the same place in `targets`, not to be read or reused until that is done."""
+        ...
+
+    def close(self) -> None:
+        """Ends transfers and gives all memory back; a second call does nothing. No slot may be read or written afterwards."""
+        ...
+
+
+class _Finished:
+    """A transfer that was done as soon as it was started."""
+
+    done = True
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        return True
+
+    def abandon(self) -> None:
+        pass
+
+
+def copy_now(targets: NDArray[np.int64], sources: NDArray[np.int64], num_bytes: int) -> Transfer:
+    """Copies in this thread; done when it returns."""
+    for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+        ctypes.memmove(target, source, num_bytes)
+    return _Finished()
+
+
+def open_store(
+    kind: str, slot_bytes: int, max_bytes: int, directory: Path | None = None, *, copy: Copy = copy_now
+) -> HostStore | None:
+    """A store of `kind` (`ram`, `file` or `none`) that never takes more than `max_bytes`. None: `none`, or 0 bytes.
+
+    `file` needs a `directory`. Raises ConfigError for settings that cannot be meant and CapacityError for memory that cannot
+    be had.
+    """
+    if kind not in ("ram", "file", "none"):
+        raise ConfigError(f"host store {kind!r} is not one of ram, file, none")
+    if max_bytes < 0:
+        raise ConfigError(f"a host store of {max_bytes} bytes cannot be; the least is 0, for none")
+    if kind == "none" or max_bytes == 0:
+        return None
+    if kind == "ram":
+        return RamStore(slot_bytes, max_bytes, copy=copy)
+    if directory is None:
+        raise ConfigError("a host store of kind file needs a directory on a disk; name one, or take kind ram")
+    return FileStore(slot_bytes, max_bytes, directory, copy=copy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A transfer that was not done when last looked at."""
+
+    transfer: Transfer
+    slots: frozenset[int]
+    saves: bool
+
+
+class _MappedStore:
+    """A HostStore in one mapping. Its kinds say where the mapping comes from and how slots become usable."""
+
+    kind: str
+
+    def __init__(
+        self,
+        mapping: mmap.mmap,
+        slot_bytes: int,
+        num_slots: int,
+        *,
+        copy: Copy,
+        transfer_timeout_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.slot_bytes = slot_bytes
+        self.num_slots = num_slots
+        self._stride = _stride(slot_bytes)
+        self._mapping: mmap.mmap | None = mapping
+        self._bytes = np.frombuffer(mapping, dtype=np.uint8)
+        self._base = self._bytes.ctypes.data
+        self._copy = copy
+        self._timeout_seconds = transfer_timeout_seconds
+        self._clock = clock
+        # Slots from `_untouched` up were never handed out; below it each is in `_free` (a heap), in `_owned` or in `_held`.
+        self._untouched = 0
+        self._free: list[int] = []
+        self._owned: set[int] = set()
+        self._held: dict[int, float] = {}
+        """Freed slots that a transfer still uses, and when it is given up."""
+        self._flights: list[_Flight] = []
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_used(self) -> int:
+        self._settle()
+        return len(self._owned) + len(self._held)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.num_used * self._stride
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._untouched * self._stride
+
+    # -- slots come and go ---------------------------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> list[int] | None:
+        assert self._mapping is not None and count >= 0
+        self._settle()
+        num_touched = self._untouched + max(0, count - len(self._free))
+        if num_touched > self.num_slots or not self._provide(num_touched):
+            return None
+        recycled = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        slots = [*recycled, *range(self._untouched, num_touched)]
+        self._untouched = num_touched
+        self._owned.update(slots)
+        return slots
+
+    def free(self, slots: Sequence[int]) -> None:
+        assert len(set(slots)) == len(slots) and self._owned.issuperset(slots), "a slot is freed that is not owned"
+        self._settle()
+        busy = {slot for flight in self._flights for slot in flight.slots}
+        self._owned.difference_update(slots)
+        for slot in slots:
+            if slot in busy:
+                self._held[slot] = self._clock() + self._timeout_seconds
+            else:
+                heapq.heappush(self._free, slot)
+
+    # -- the bytes -----------------------------------------------------------------------------------------------------
+
+    def address(self, slot: int) -> int:
+        assert self._mapping is not None and slot in self._owned
+        return self._base + slot * self._stride
+
+    def addresses(self, slots: Sequence[int]) -> NDArray[np.int64]:
+        assert self._mapping is not None and self._owned.issuperset(slots)
+        return self._base + np.asarray(slots, dtype=np.int64) * self._stride
+
+    def view(self, slot: int) -> Tensor:
+        begin = self.address(slot) - self._base
+        return torch.from_numpy(self._bytes[begin : begin + self.slot_bytes])
+
+    def save(self, slots: Sequence[int], sources: NDArray[np.int64]) -> Transfer:
+        assert len(slots) == len(sources)
+        self._settle()
+        assert not any(flight.slots & set(slots) for flight in self._flights), "a slot is saved to that a transfer uses"
+        return self._started(self._copy(self.addresses(slots), sources, self.slot_bytes), slots, saves=True)
+
+    def load(self, slots: Sequence[int], targets: NDArray[np.int64]) -> Transfer:
+        assert len(slots) == len(targets)
+        self._settle()
+        in_the_making = {slot for flight in self._flights if flight.saves for slot in flight.slots}
+        assert not in_the_making & set(slots), "a slot is loaded whose save is not done"
+        return self._started(self._copy(targets, self.addresses(slots), self.slot_bytes), slots, saves=False)
+
+    def close(self) -> None:
+        if self._mapping is None:
+            return
+        deadline = self._clock() + self._timeout_seconds
+        for flight in self._flights:
+            if not flight.transfer.wait(max(0.0, deadline - self._clock())):
+                self._give_up(flight)
+        self._forget_everything()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if a slot is lost or in two states."""
+        free, held = set(self._free), set(self._held)
+        assert len(free) == len(self._free), "a slot is free twice"
+        assert not (free & held or free & self._owned or held & self._owned), "a slot is in two states"
+        assert free | held | self._owned == set(range(self._untouched)), "a slot is lost"
+        assert self._untouched <= self.num_slots, "more slots than the limit"
+        assert held <= {slot for flight in self._flights for slot in flight.slots}, "a slot is held for no transfer"
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _provide(self, num_slots: int) -> bool:
+        """Makes the first `num_slots` slots usable. False: cannot."""
+        return True
+
+    def _started(self, transfer: Transfer, slots: Sequence[int], *, saves: bool) -> Transfer:
+        if not transfer.done:
+            self._flights.append(_Flight(transfer, frozenset(slots), saves))
+        return transfer
+
+    def _settle(self) -> None:
+        """Frees held slots whose transfers are done, or have had their time and are given up."""
+        if not self._flights:
+            return
+        now = self._clock()
+        overdue = {slot for slot, deadline in self._held.items() if now >= deadline}
+        under_way = [flight for flight in self._flights if not flight.transfer.done]
+        for flight in under_way:
+            if flight.slots & overdue:
+                self._give_up(flight)
+        self._flights = [flight for flight in under_way if not flight.slots & overdue]
+        busy = {slot for flight in self._flights for slot in flight.slots}
+        for slot in self._held.keys() - busy:
+            del self._held[slot]
+            heapq.heappush(self._free, slot)
+
+    def _give_up(self, flight: _Flight) -> None:
+        flight.transfer.abandon()
+        _log.warning("a copy of %d warm slots was not done after %g s and is given up", len(flight.slots), self._timeout_seconds)
+
+    def _forget_everything(self) -> None:
+        mapping, self._mapping = self._mapping, None
+        self._bytes = np.empty(0, dtype=np.uint8)
+        self._untouched, self._free, self._owned, self._held, self._flights = 0, [], set(), {}, []
+        try:
+            if mapping is not None:
+                mapping.close()
+        except BufferError:
+            pass  # views are alive: the memory goes with the last of them
+
+
+class RamStore(_MappedStore):
+    """Slots in memory of this process; memory that no slot has needed yet is not touched."""
+
+    kind = "ram"
+
+    def __init__(
+        self,
+        slot_bytes: int,
+        max_bytes: int,
+        *,
+        copy: Copy = copy_now,
+        transfer_timeout_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A freed slot waits at most `transfer_timeout_seconds` for a transfer that uses it; so does `close`.
+
+        Raises CapacityError if `max_bytes` is below a slot or cannot be had.
+        """
+        num_slots = _slots_within(slot_bytes, max_bytes)
+        try:
+            mapping = mmap.mmap(-1, num_slots * _stride(slot_bytes), flags=mmap.MAP_PRIVATE)
+        except (OSError, OverflowError) as error:
+            raise CapacityError(
+                f"{max_bytes / _MIB:.0f} MiB of memory for warm pages cannot be had ({error}); ask for less"
+            ) from error
+        super().__init__(
+            mapping, slot_bytes, num_slots, copy=copy, transfer_timeout_seconds=transfer_timeout_seconds, clock=clock
+        )
+
+
+def take_disk_space(descriptor: int, offset: int, length: int) -> None:
+    """Makes a range of a file safe to write through a mapping, and zero. Raises OSError if the disk is full.
+
+    Space that is reserved but was never written is not enough: ext4 has to split an extent when such a range is first written,
+    finds no block for that on a full disk, and the process gets SIGBUS.
+    """
+    os.posix_fallocate(descriptor, offset, length)
+    zeros = memoryview(bytes(min(length, _MIB)))
+    while length > 0:
+        written = os.pwrite(descriptor, zeros[:length], offset)
+        offset, length = offset + written, length - written
+
+
+class FileStore(_MappedStore):
+    """Slots in a mapped file without a name: whatever ends the process, nothing is left on the disk.
+
+    Disk space is reserved before a slot is handed out, so a full disk is no room, never a fault in the middle of a write; from
+    then on the store makes do with the slots it has. (A file system that never writes in place, such as ZFS, cannot promise it.)
+    """
+
+    kind = "file"
+
+    def __init__(
+        self,
+        slot_bytes: int,
+        max_bytes: int,
+        directory: Path,
+        *,
+        reserve: Callable[[int, int, int], None] = take_disk_space,
+        copy: Copy = copy_now,
+        transfer_timeout_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """As for RamStore; `reserve(fd, offset, length)` takes disk space or raises OSError.
+
+        Raises ConfigError if no file can be made in `directory`, CapacityError if `max_bytes` is below a slot or more than a
+        file there can hold.
+        """
+        num_slots = _slots_within(slot_bytes, max_bytes)
+        self._directory = directory
+        self._reserve = reserve
+        self._num_reserved = 0
+        self._step_slots = max(1, _RESERVE_STEP_BYTES // _stride(slot_bytes))
+        self._file = _nameless_file(directory)
+        try:
+            self._file.truncate(num_slots * _stride(slot_bytes))
+            mapping = mmap.mmap(self._file.fileno(), num_slots * _stride(slot_bytes))
+        except (OSError, OverflowError) as error:
+            self._file.close()
+            raise CapacityError(
+                f"a file of {max_bytes / _MIB:.0f} MiB for warm pages cannot be made in {directory} ({error}); ask for less, "
+                "or name a directory on another disk"
+            ) from error
+        super().__init__(
+            mapping, slot_bytes, num_slots, copy=copy, transfer_timeout_seconds=transfer_timeout_seconds, clock=clock
+        )
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._num_reserved * self._stride
+
+    def _provide(self, num_slots: int) -> bool:
+        if num_slots <= self._num_reserved:
+            return True
+        with_reserve = min(self.num_slots, max(num_slots, self._num_reserved + self._step_slots))
+        error = self._try_to_reserve(with_reserve)
+        if error is not None and num_slots < with_reserve:
+            self._step_slots = 1  # little is left: from now on only what is needed
+            error = self._try_to_reserve(num_slots)
+        if error is None:
+            return True
+        self.num_slots = self._num_reserved
+        _log.warning(
+            "the warm pages in %s stay at %.1f MiB, because the disk gives no more (%s); make room there or name a directory on "
+            "another disk, then restart",
+            self._directory,
+            self.reserved_bytes / _MIB,
+            error,
+        )
+        return False
+
+    def _try_to_reserve(self, num_slots: int) -> OSError | None:
+        """Reserves disk space up to this slot. What it failed with: nothing more is reserved than before."""
+        before, after = self.reserved_bytes, num_slots * self._stride
+        try:
+            self._reserve(self._file.fileno(), before, after - before)
+        except OSError as error:
+            # A file system may have reserved a part; let it go, others need the disk too.
+            self._file.truncate(before)
+            self._file.truncate(len(self._bytes))
+            return error
+        self._num_reserved = num_slots
+        return None
+
+    def _forget_everything(self) -> None:
+        super()._forget_everything()
+        self._num_reserved = 0
+        self._file.close()
+
+
+def _stride(slot_bytes: int) -> int:
+    """Bytes from one slot to the next."""
+    return -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _slots_within(slot_bytes: int, max_bytes: int) -> int:
+    assert slot_bytes > 0
+    if max_bytes < _stride(slot_bytes):
+        raise CapacityError(
+            f"a host store of {max_bytes} bytes is below one slot, which takes {_stride(slot_bytes)} bytes; "
+            "give it more, or 0 for none"
+        )
+    return max_bytes // _stride(slot_bytes)
+
+
+def _nameless_file(directory: Path) -> IO[bytes]:
+    try:
+        # O_TMPFILE where the file system has it, else unlinked at once.
+        file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - the store closes it
+    except OSError as error:
+        raise ConfigError(
+            f"no file for warm pages can be made in {directory} ({error.strerror}); create that directory with the right to "
+            "write to it, name another one, or take kind ram"
+        ) from error
+    if (filesystem := _filesystem(file.fileno())) in _FILESYSTEMS_IN_MEMORY:
+        _log.warning(
+            "%s lies in memory (%s), so warm pages in it take as much memory as those of kind ram; name a directory on a disk",
+            directory,
+            filesystem,
+        )
+    return file
+
+
+def _filesystem(descriptor: int) -> str:
+    """The type of the file system that an open file lies in, as the kernel names it; `unknown` if that cannot be told."""
+    device = os.fstat(descriptor).st_dev
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return "unknown"
+    types = {fields[2]: fields[fields.index("-") + 1] for fields in mounts}
+    return types.get(f"{os.major(device)}:{os.minor(device)}", "unknown")

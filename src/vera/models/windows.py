@@ -1,0 +1,85 @@
+"""Parts of a model: some decoder layers for some tokens, and what flows into a layer. What local recompute is made of.
+
+Nothing here knows a model's code: layers are left out by taking them from the model's own list for the time of a call, and what
+flows into a layer is seen, or replaced, by a hook in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+KeepHidden = Callable[[int, Tensor], None]
+"""Called with a layer's number and what flows into it, `[tokens, hidden]`, which is the caller's to read until it returns."""
+
+
+def decoder_layers(base_model: nn.Module, num_layers: int) -> tuple[nn.Module, str] | None:
+    """The module that holds the list of decoder layers, and the list's name in it. None: there is no such list."""
+    for owner in base_model.modules():
+        for name, child in owner.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+                return owner, name
+    return None
+
+
+@contextmanager
+def only_layers(base_model: nn.Module, num_layers: int, first: int, stop: int) -> Iterator[None]:
+    """For the time of the context the model consists of its layers `first` to `stop` alone."""
+    found = decoder_layers(base_model, num_layers)
+    assert found is not None
+    owner, name = found
+    layers: Any = getattr(owner, name)
+    setattr(owner, name, layers[first:stop])
+    try:
+        yield
+    finally:
+        setattr(owner, name, layers)
+
+
+@contextmanager
+def flowing_in(base_model: nn.Module, num_layers: int, layer: int, hidden: Tensor) -> Iterator[None]:
+    """For the time of the context `layer` gets `hidden`, `[1, tokens, hidden]`, in place of what flows into it."""
+
+    def replace(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if arguments:
+            return (hidden, *arguments[1:]), options
+        return arguments, options | {"hidden_states": hidden}
+
+    handle = _layer(base_model, num_layers, layer).register_forward_pre_hook(replace, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def watching(base_model: nn.Module, num_layers: int, layers: Sequence[int], keep: KeepHidden) -> Iterator[None]:
+    """For the time of the context `keep` sees what flows into each of `layers`."""
+    handles = []
+
+    def watch(layer: int) -> Callable[..., None]:
+        def see(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            hidden: Tensor = arguments[0] if arguments else options["hidden_states"]
+            keep(layer, hidden.squeeze(0))
+
+        return see
+
+    try:
+        for layer in layers:
+            module = _layer(base_model, num_layers, layer)
+            handles.append(module.register_forward_pre_hook(watch(layer), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layer(base_model: nn.Module, num_layers: int, layer: int) -> nn.Module:
+    found = decoder_layers(base_model, num_layers)
+    assert found is not None
+    owner, name = found
+    module: nn.Module = getattr(owner, name)[layer]
+    return module
