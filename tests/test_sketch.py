@@ -139,6 +139,7 @@ def test_a_spread_below_the_smallest_float16_reads_as_the_mid() -> None:
     key_parts, value_parts, unusable = sketch_pages(pages, fmt)
     assert unusable == 0
     assert torch.equal(read_keys(key_parts, fmt), torch.ones(1, 16, 16))
+    assert not key_parts[0, -fmt.levels_bytes :].any()
     assert torch.equal(read_values(value_parts, fmt), torch.ones(1, 16, 16))
 
 

@@ -229,6 +229,16 @@ def test_a_page_is_exact_for_all_heads_of_its_group_once_one_of_them_hits_it() -
     assert_equal(output, case.dense(0, by_sketch))
 
 
+def test_a_head_within_its_tolerance_hits_nothing() -> None:
+    case = make_tier_case([(300, 1, HUGE)], hot_share=0.0, cold_share=1.0, kv_heads=1, group=2)
+    loud, calm = 4 * case.query[:, :1], case.query[:, 1:]
+    estimate = float(replace(case, query=calm.repeat(1, 2, 1)).run(BACKEND)[1].errors[0, 1])
+    case = case.with_tolerance(estimate * 1.2)
+    _, of_both = replace(case, query=torch.cat([loud, calm], dim=1)).run(BACKEND)
+    _, of_loud = replace(case, query=loud.repeat(1, 2, 1)).run(BACKEND)
+    assert torch.equal(torch.cat(of_both.hits), torch.cat(of_loud.hits))
+
+
 # Cold pages
 
 

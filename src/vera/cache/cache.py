@@ -180,6 +180,22 @@ class AdaptiveCache:
         scores = self._keeper.heat.scores(blocks) if self._keeper is not None else np.full(hot.shape, 0.5, dtype=np.float32)
         return np.where(hot, 0, np.where(cold, 2, 1)).astype(np.int8), scores
 
+    def exact_pages(self, sequence: str, layer: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The exact keys and values of a sequence's first `num_tokens` in a layer, and its scale of errors; float32 copies.
+
+        Keys and values are `[kv_heads, tokens, head_dim]`; the scale, `[kv_heads]`, is the mean over tiered blocks of the largest
+        value norm. None: a page is cold, or no block is tiered.
+        """
+        blocks = self._sequences[sequence].block_ids[: self._blocks_for(num_tokens)]
+        addresses = self.tables.exact_addresses(blocks, layer)
+        tiered = self.tables.is_tiered(blocks)
+        if not addresses.all() or not tiered.any():
+            return None
+        keys, values = self.pool.read_pages(addresses)
+        norms = values.norm(dim=-1).amax(dim=-1)[torch.from_numpy(tiered)].mean(dim=0)
+        keys = keys.permute(1, 0, 3, 2).flatten(1, 2)[:, :num_tokens]
+        return keys, values.permute(1, 0, 2, 3).flatten(1, 2)[:, :num_tokens], norms
+
     # -- the life of a sequence ----------------------------------------------------------------------------------------
 
     def admit(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vera.attention import advise_hugepages
+from vera.attention.moves import bytes_at
 from vera.attention.protocol import NO_PAGE, PAGE_DTYPES
 from vera.attention.sketch import SketchFormat
 from vera.cache.frames import Frames, Role
@@ -168,6 +169,15 @@ class PagePool:
     def slot_addresses(self, slots: Integers) -> Integers:
         """Where pages lie in memory."""
         return self.arena.data_ptr() + slots * self.page_bytes
+
+    def read_pages(self, addresses: Integers) -> tuple[Tensor, Tensor]:
+        """Exact pages as float32: keys `[..., head_dim, page_size]` and values `[..., page_size, head_dim]`."""
+        dtype, half = self.pages.dtype, self.pages.shape[2]
+        raw = [bytes_at(address, self.page_bytes).view(dtype) for address in addresses.reshape(-1).tolist()]
+        pages = torch.stack(raw).float().view(*addresses.shape, 2, half)
+        page_size = half // self.shape.head_dim
+        keys = pages[..., 0, :].unflatten(-1, (self.shape.head_dim, page_size))
+        return keys, pages[..., 1, :].unflatten(-1, (page_size, self.shape.head_dim))
 
     def sketch_addresses(self, unit: int) -> tuple[Integers, Integers]:
         """`[layers * kv_heads]` each: where the key and value parts of a block's sketches lie in memory."""

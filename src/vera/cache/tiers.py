@@ -125,6 +125,13 @@ class TierTables:
         lacking: Mask = np.asarray((cold & ~self.hot_pages(blocks)).any(axis=(1, 2)))
         return lacking
 
+    def exact_addresses(self, blocks: Integers, layer: int) -> Integers:
+        """`[blocks, kv_heads]`: where each page lies exactly, in the pool or in the warm store; 0: it is cold."""
+        heads = np.arange(self.pool.shape.kv_heads)[None, :]
+        slots = self._table[blocks, layer].astype(np.int64)
+        warm = self._warm_addresses(blocks[:, None], np.full_like(blocks, layer)[:, None], heads)
+        return np.where(slots != NO_PAGE, self.pool.slot_addresses(slots), warm)
+
     def device_bytes(self, blocks: Sequence[int] | Integers) -> Integers:
         """`[blocks]`: bytes of the pool that each block takes."""
         at = np.asarray(blocks, dtype=np.int64)

@@ -17,6 +17,7 @@ import torch
 from vera.attention import make_backend
 from vera.cache import AdaptiveCache, CacheShape
 from vera.config import FIDELITIES, EngineConfig, environment_warnings
+from vera.engine.audit import Auditor
 from vera.engine.request import FinishReason, Request, Status, Update
 from vera.engine.restore import Restorer
 from vera.engine.runner import Runner, StepLogits, prompt_rows
@@ -103,7 +104,8 @@ class Engine:
         self.step_times = StepTimes()
         self.clock = clock
         self._restorer = Restorer(model, self.backend, self.cache, lambda request_id: self._requests[request_id].token_ids)
-        self._runner = Runner(model, self.backend, self.cache, self._restorer)
+        self.auditor = Auditor(self.cache, spec.num_layers, seed=self.config.seed)
+        self._runner = Runner(model, self.backend, self.cache, self._restorer, self.auditor)
         self._sampler = Sampler()
         self._scheduler = Scheduler(
             self.cache, max_num_seqs=self.config.max_num_seqs, max_batch_tokens=self.config.max_batch_tokens
@@ -291,7 +293,7 @@ class Engine:
         for request in list(self._requests.values()):
             self._end(request, FinishReason.ABORT)
         self.cache.close()
-        del self.model, self.cache, self._runner, self._restorer, self._scheduler, self.backend
+        del self.model, self.cache, self._runner, self._restorer, self.auditor, self._scheduler, self.backend
 
     def check_invariants(self) -> None:
         """Raises AssertionError if requests, queues and cache disagree."""

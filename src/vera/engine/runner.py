@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vera.attention.protocol import AttentionBackend, LayerAttention, PagedBatch
 from vera.cache import AdaptiveCache
+from vera.engine.audit import Auditor
 from vera.engine.restore import Restorer
 from vera.engine.scheduler import Chunk
 from vera.models import LoadedModel
@@ -38,11 +39,14 @@ def prompt_rows(chunk: Chunk) -> range:
 class Runner:
     """One forward pass of the flattened batch. Keeps no state between steps but its clocks."""
 
-    def __init__(self, model: LoadedModel, backend: AttentionBackend, cache: AdaptiveCache, restorer: Restorer) -> None:
+    def __init__(
+        self, model: LoadedModel, backend: AttentionBackend, cache: AdaptiveCache, restorer: Restorer, auditor: Auditor
+    ) -> None:
         self._model = model
         self._backend = backend
         self._cache = cache
         self._restorer = restorer
+        self._auditor = auditor
         self.attention_seconds = 0.0
         """Time the last step spent in the attention backend, restores left out."""
         self.restore_seconds = 0.0
@@ -63,7 +67,11 @@ class Runner:
                 ends.append(len(token_ids) - 1)
         self.attention_seconds = self.restore_seconds = 0.0
 
+        spans = [chunk.span for chunk in chunks]
+        self._auditor.begin_step(batch)
+
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
+            self._auditor.before(batch, layer)
             start = time.perf_counter()
             output = self._backend.attend(batch, layer, query, key, value, options)
             attended = time.perf_counter()
@@ -73,9 +81,8 @@ class Runner:
                 self.restore_seconds += restored - attended
                 output = self._backend.attend(batch, layer, query, key, value, options, again=True)
                 self.attention_seconds += time.perf_counter() - restored
+            self._auditor.after(batch, spans, layer, query, output, options)
             return output
-
-        spans = [chunk.span for chunk in chunks]
 
         def keep(layer: int, hidden: Tensor) -> None:
             if not self._restorer.running:
