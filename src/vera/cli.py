@@ -203,6 +203,12 @@ def bench_decode(
     model: Model = "embedded",
     page_dtype: PageDtype = "float16",
     repeats: Annotated[int, typer.Option("--repeats", help="Runs of each, in turns; figures are then medians.")] = 1,
+    cold_share: Annotated[
+        float | None, typer.Option("--cold-share", help="Adaptive: limit the warm store so that this share of units is cold.")
+    ] = None,
+    adaptive: Annotated[
+        list[str] | None, typer.Option("--set", help="Adaptive: a cache setting such as attention_tolerance=0.05; repeatable.")
+    ] = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
@@ -221,6 +227,8 @@ def bench_decode(
                 page_dtype=page_dtype,
                 repeats=repeats,
                 num_threads=threads,
+                cold_share=cold_share,
+                adaptive=_settings(adaptive or []),
             )
         ),
         as_json,
@@ -337,6 +345,20 @@ def _print_stream(updates: Iterable[Update]) -> tuple[str, str | None]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _settings(pairs: list[str]) -> dict[str, Any]:
+    """`name=value` options as a dict; a value is JSON, or else text."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"{pair!r} is not of the form name=value, such as attention_tolerance=0.05")
+        try:
+            settings[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[name.strip()] = value
+    return settings
 
 
 def _report(result: dict[str, Any], as_json: bool) -> None:

@@ -83,7 +83,8 @@ class Tiers:
     probes: Tensor
     """`[sequences]` int32: for that many of the last new tokens of a part of a prompt, the backend also works out what steps 1 to
     3 would say if all pages that have a sketch were sketched, for the report alone: their masses and hits are recorded as a
-    decode row's are (without listing the hits or counting errors), their outputs stay exact."""
+    decode row's are (without listing the hits or counting errors), their outputs stay exact. Only where the tolerance is
+    not negative, some block has a sketch and the layer has no window."""
     report_rows: Tensor
     """`[sequences]` int32: the row of each sequence in the report's statistics."""
     report: TierReport
@@ -95,13 +96,13 @@ class TierReport:
 
     masses: Tensor
     """`[rows, layers, kv_heads, max_blocks]` float32, added to: each page's attention mass (sum of `p_i`, the largest of the
-    query heads of the group) of each decode row or probe."""
+    query heads of the group) of each bounded decode row or probe. Rows served exactly record nothing."""
     frequencies: Tensor
     """The same shape and dtype, added to: 1 for each decode row or probe that hit the page."""
     hits: list[Tensor] = field(default_factory=list)
     """For each layer with hits: `[hits, 5]` int32 of sequence, layer, KV head, block (its index in the sequence), and 1 if
     the page is cold, else 0."""
-    errors: Tensor = field(default_factory=lambda: torch.zeros(0, 3))
+    errors: Tensor = field(default_factory=lambda: torch.zeros(0, 3, dtype=torch.float64))
     """`[sequences, 3]` float64, added to: over query heads and layers of bounded rows the sum of `E / N` (after hits; values left
     out counted in, as `sum of mass * nu / N`), the largest (not a sum), and the number of them."""
     pages_read: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.int64))

@@ -22,6 +22,7 @@ def render(result: Mapping[str, Any]) -> RenderableType:
     columns = _DECODE_COLUMNS if result["bench"] == "decode" else _PREFILL_COLUMNS
     table = Table(title=_title(result), title_justify="left")
     table.add_column("")
+    columns = [column for column in columns if any(run.get(column[1]) is not None for run in result["runs"].values())]
     for heading, _, _ in columns:
         table.add_column(heading, justify="right")
     for name, run in result["runs"].items():
@@ -67,6 +68,10 @@ def _number(value: float) -> str:
     return f"{value:,.1f}"
 
 
+def _two_places(value: float) -> str:
+    return f"{value:,.2f}"
+
+
 def _percent(value: float) -> str:
     return f"{value:.1%}"
 
@@ -84,6 +89,11 @@ _DECODE_COLUMNS: list[_Column] = [
     ("peak RSS MiB", "rss_peak_bytes", _mib),
     ("kernel / plain sum", "kernel_bandwidth_share", _percent),
     ("overhead", "overhead_share", _percent),
+    ("warm MiB", "warm_bytes", _mib),
+    ("exact reads", "exact_read_share", _percent),
+    ("hits/step", "hits_per_step", _two_places),
+    ("recompute", "recompute_share", _percent),
+    ("policy", "policy_share", _percent),
 ]
 _PREFILL_COLUMNS: list[_Column] = [
     ("tokens/s", "prefill_tokens_per_s", _number),

@@ -15,7 +15,8 @@ from vera.bench.statistics import agreeing, is_absent, merge_repeats
 from vera.bench.subjects import WARMUP_STEPS
 
 _MODULES = {
-    "native": "vera.bench.subjects.native",
+    "native": "vera.bench.subjects.engine_cache",
+    "adaptive": "vera.bench.subjects.engine_cache",
     "transformers": "vera.bench.subjects.transformers_sdpa",
     "llama.cpp": "vera.bench.subjects.llama_cpp_f16",
 }
@@ -39,6 +40,8 @@ def run_decode(bench: DecodeBench) -> Outcome:
     arguments = _arguments(bench, prepared)
     for name in arguments:
         arguments[name] |= {"batch": bench.batch, "new_tokens": bench.new_tokens}
+    if "adaptive" in arguments:
+        arguments["adaptive"] |= {"cold_share": bench.cold_share, "adaptive": dict(bench.adaptive)}
     if "transformers" in arguments:
         arguments["transformers"]["step_budget_seconds"] = bench.baseline_seconds
     runs = _run_in_turns(bench, "decode", arguments)
@@ -158,11 +161,13 @@ def _published(run: Outcome, native: Mapping[str, Any], *, compare: bool) -> Out
 
 
 def _ratios(bench: Bench, figure: str, runs: Mapping[str, Outcome]) -> dict[str, float]:
-    """`{"native/transformers": 12.3}`: how many times as fast each cache is as each baseline."""
+    """`{"native/transformers": 12.3}`: how many times as fast each cache is as each baseline, and as the native cache."""
+    pairs = [(cache, baseline) for cache in bench.caches for baseline in bench.baselines]
+    if "native" in bench.caches:
+        pairs = [(cache, "native") for cache in bench.caches if cache != "native"] + pairs
     return {
         f"{cache}/{baseline}": runs[cache][figure] / runs[baseline][figure]
-        for cache in bench.caches
-        for baseline in bench.baselines
+        for cache, baseline in pairs
         if not is_absent(runs[cache]) and not is_absent(runs[baseline])
     }
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from vera.bench.machine import available_cores
 from vera.config import CacheConfig
 from vera.errors import ConfigError
 
-CACHES = ("native",)
+CACHES = ("native", "adaptive")
 """Caches of Vera that can be measured."""
 BASELINES = ("transformers", "llama.cpp")
 """What they can be compared with, in the same run."""
@@ -69,6 +70,10 @@ class DecodeBench(Bench):
     """Steps that are timed."""
     baseline_seconds: float = 60.0
     """The transformers baseline stops after about this much decoding, if that is before `new_tokens` steps."""
+    cold_share: float | None = None
+    """The adaptive cache's warm store is so small that this share of its units is cold. None: it has room for all."""
+    adaptive: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the adaptive cache that differ from the defaults: fields of CacheConfig."""
 
     def __post_init__(self) -> None:
         Bench.__post_init__(self)  # slots make a new class, which the short form of super does not know
@@ -76,6 +81,9 @@ class DecodeBench(Bench):
         _at_least("new_tokens", self.new_tokens, 1)
         if not self.baseline_seconds > 0:
             raise ConfigError(f"baseline_seconds={self.baseline_seconds!r} must be above 0")
+        if self.cold_share is not None and not 0 <= self.cold_share <= 1:
+            raise ConfigError(f"cold_share={self.cold_share!r} is outside 0 to 1")
+        CacheConfig.from_dict({"mode": "adaptive", **self.adaptive})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,5 +4,6 @@ from vera.cache.cache import AdaptiveCache, Restore
 from vera.cache.pool import CacheShape
 from vera.cache.recompute import BlockOf
 from vera.cache.sequence import CacheUse, Span
+from vera.cache.tiers import warm_bytes_per_block
 
-__all__ = ["AdaptiveCache", "BlockOf", "CacheShape", "CacheUse", "Restore", "Span"]
+__all__ = ["AdaptiveCache", "BlockOf", "CacheShape", "CacheUse", "Restore", "Span", "warm_bytes_per_block"]

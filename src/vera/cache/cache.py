@@ -151,6 +151,12 @@ class AdaptiveCache:
         return self.tables.warm_bytes
 
     @property
+    def cold_share(self) -> float:
+        """Share of the units of tiered blocks that are cold."""
+        tiered = self.tables.sketch_unit >= 0
+        return float((self.tables.warm_slot[tiered] < 0).mean()) if tiered.any() else 0.0
+
+    @property
     def tier_stats(self) -> TierStats | None:
         """None: the cache is native."""
         return None if self._keeper is None else self._keeper.stats
@@ -315,6 +321,8 @@ class AdaptiveCache:
         if fresh is None:
             return False
         for old, new in zip(source.blocks, fresh, strict=True):
+            if self._keeper is not None and self.tables.sketch_unit[old] >= 0:
+                self._keeper.make_warm_room()
             if not self.tables.copy(old, new):
                 self._give_back(fresh)
                 return False

@@ -245,7 +245,7 @@ class Housekeeper:
         """False: it cannot be now, because the pool or the warm store has no room."""
         block = state.blocks[index]
         exact_needed = not state.prompt_done or state.fidelity != "bounded"
-        if not self._has_warm_room() and (exact_needed or not self._may_be_cold()):
+        if not self.make_warm_room() and (exact_needed or not self._may_be_cold()):
             return False
         hot = self._hot_at_demotion(state, index)
         broken = self._tables.demote(block, hot)
@@ -276,7 +276,7 @@ class Housekeeper:
         """
         tables = self._tables
         if tables.exact_unit[block] >= 0:
-            if block in self._unsketchable or not self._has_warm_room():
+            if block in self._unsketchable or not self.make_warm_room():
                 return False
             shape = tables.pool.shape
             return tables.demote(block, np.zeros((shape.layers, shape.kv_heads), dtype=bool)) == 0
@@ -286,7 +286,7 @@ class Housekeeper:
 
     # -- warm and cold -------------------------------------------------------------------------------------------------
 
-    def _has_warm_room(self) -> bool:
+    def make_warm_room(self) -> bool:
         """A block's units can all be saved; releases colder ones to make it so, if they may be."""
         warm, windows = self._tables.warm, self._tables.num_windows
         if warm is None:

@@ -175,9 +175,9 @@ class PagePool:
         dtype, half = self.pages.dtype, self.pages.shape[2]
         raw = [bytes_at(address, self.page_bytes).view(dtype) for address in addresses.reshape(-1).tolist()]
         pages = torch.stack(raw).float().view(*addresses.shape, 2, half)
-        page_size = half // self.shape.head_dim
-        keys = pages[..., 0, :].unflatten(-1, (self.shape.head_dim, page_size))
-        return keys, pages[..., 1, :].unflatten(-1, (page_size, self.shape.head_dim))
+        head_dim = self.shape.head_dim
+        keys = pages[..., 0, :].reshape(*addresses.shape, head_dim, half // head_dim)
+        return keys, pages[..., 1, :].reshape(*addresses.shape, half // head_dim, head_dim)
 
     def sketch_addresses(self, unit: int) -> tuple[Integers, Integers]:
         """`[layers * kv_heads]` each: where the key and value parts of a block's sketches lie in memory."""

@@ -53,6 +53,13 @@ def num_windows(shape: CacheShape, config: CacheConfig) -> int:
     return -(-shape.layers // config.recompute_layer_limit)
 
 
+def warm_bytes_per_block(shape: CacheShape, config: CacheConfig) -> int:
+    """What a block takes in the warm store: the exact copies of all its units, and its checkpoints."""
+    windows = num_windows(shape, config)
+    units = windows * -(-shape.layers // windows) * shape.kv_heads * shape.page_bytes(config)
+    return units + (windows - 1) * config.page_size * shape.hidden_size * _CHECKPOINT_DTYPE.itemsize
+
+
 class TierTables:
     """The places of all blocks, by block id. Says nothing about who owns a block."""
 

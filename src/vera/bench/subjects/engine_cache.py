@@ -1,9 +1,9 @@
-"""Vera itself, with every page exact in fast memory."""
+"""Vera itself, with a native or an adaptive cache."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any, Protocol, runtime_checkable
@@ -12,13 +12,16 @@ import torch
 
 from vera.bench.statistics import decode_figures
 from vera.bench.subjects import WARMUP_PROMPT_TOKENS, WARMUP_STEPS
-from vera.cache import CacheShape
+from vera.cache import CacheShape, warm_bytes_per_block
 from vera.config import CacheConfig, EngineConfig
 from vera.engine.engine import Engine, StepTimes
 from vera.models import LoadedModel, load_model
 from vera.sampling_params import SamplingParams
 
 _YARDSTICK_RUNS = 3
+_ADAPTIVE_CEILING = 0.5
+"""Ceiling of the adaptive cache, by what the native one takes for the same sequences. What it uses is measured."""
+_SLACK_BYTES = 64 * 2**20
 
 
 def decode(
@@ -32,13 +35,18 @@ def decode(
     max_batch_tokens: int,
     num_threads: int,
     seed: int,
+    cold_share: float | None = None,
+    adaptive: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Decodes `new_tokens` steps of `batch` sequences with the same prompt: prefilled once, copied to pages of their own."""
     total_tokens = len(token_ids) + 1 + WARMUP_STEPS + new_tokens
+    loaded = load_model(model)
+    settings = {"mode": cache, "page_dtype": page_dtype, "prefix_reuse": False}
+    if cache == "adaptive":
+        settings |= _adaptive_settings(loaded, settings | dict(adaptive or {}), batch, total_tokens, cold_share)
     engine = _engine(
-        load_model(model),
-        cache,
-        page_dtype,
+        loaded,
+        settings,
         batch,
         total_tokens,
         max_batch_tokens=max_batch_tokens,
@@ -55,13 +63,19 @@ def decode(
     for _ in range(WARMUP_STEPS):
         _step(engine, answers)
     yardstick = _Yardstick(engine, num_threads)
+    tiers = _TierFigures(engine)
     yardstick.begin()
-    steps = [_step(engine, answers) for _ in range(new_tokens)]
-    kernel = yardstick.figures()
+    tiers.begin()
+    steps = []
+    cache_bytes = 0
+    for _ in range(new_tokens):
+        steps.append(_step(engine, answers))
+        cache_bytes = max(cache_bytes, engine.cache.used_bytes)
+    kernel = yardstick.figures() | tiers.figures(steps)
     tokens = answers[first]
     return decode_figures([seconds for seconds, _ in steps], batch) | {
         "prefill_seconds": prefill_seconds,
-        "cache_bytes": engine.cache.used_bytes,
+        "cache_bytes": cache_bytes,
         "cache_capacity_bytes": engine.cache.capacity_bytes,
         "page_dtype": page_dtype,
         "kernel": engine.backend.name,
@@ -79,8 +93,7 @@ def prefill(
     """The time from the request to its first token in an idle engine, after a short warm-up."""
     engine = _engine(
         load_model(model),
-        cache,
-        page_dtype,
+        {"mode": cache, "page_dtype": page_dtype, "prefix_reuse": False},
         1,
         len(token_ids) + 1,
         max_batch_tokens=max_batch_tokens,
@@ -105,8 +118,7 @@ def prefill(
 
 def _engine(
     model: LoadedModel,
-    cache: str,
-    page_dtype: str,
+    cache: Mapping[str, Any],
     batch: int,
     sequence_tokens: int,
     *,
@@ -114,24 +126,89 @@ def _engine(
     num_threads: int,
     seed: int,
 ) -> Engine:
-    """An engine whose pool holds just `batch` sequences of `sequence_tokens`, with one block to spare for each."""
-    spec = model.spec
-    pages = CacheConfig(mode=cache, page_dtype=page_dtype, prefix_reuse=False)
-    shape = CacheShape(layers=spec.num_layers, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
-    blocks = batch * (-(-sequence_tokens // pages.page_size) + 1)
-    pool = CacheConfig(mode=cache, page_dtype=page_dtype, prefix_reuse=False, cache_max_bytes=blocks * shape.block_bytes(pages))
+    """An engine whose cache holds `batch` sequences of `sequence_tokens`; `cache` are settings of CacheConfig.
+
+    Where they bring no ceiling, the pool holds just these sequences exactly, with one block to spare for each.
+    """
+    ceiling = {"cache_max_bytes": _native_bytes(model, cache, batch, sequence_tokens)}
     config = EngineConfig(
-        cache=pool,
+        cache=CacheConfig.from_dict({**ceiling, **cache}),
         max_num_seqs=batch,
         max_batch_tokens=max(max_batch_tokens, batch),
-        max_model_len=min(sequence_tokens + 1, spec.max_context),
+        max_model_len=min(sequence_tokens + 1, model.spec.max_context),
         num_threads=num_threads,
         seed=seed,
     )
     engine = Engine(model, config)
-    # Memory that was never written is one shared page of zeros, which would flatter whatever is read from it.
-    engine.cache.pool.pages.zero_()
+    if not engine.cache.adaptive:
+        # Memory that was never written is one shared page of zeros, which would flatter whatever is read from it.
+        engine.cache.pool.pages.zero_()
     return engine
+
+
+def _native_bytes(model: LoadedModel, cache: Mapping[str, Any], batch: int, sequence_tokens: int) -> int:
+    config = CacheConfig.from_dict(cache)
+    blocks = batch * (-(-sequence_tokens // config.page_size) + 1)
+    return blocks * _shape(model).block_bytes(config)
+
+
+def _shape(model: LoadedModel) -> CacheShape:
+    spec = model.spec
+    return CacheShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
+
+
+def _adaptive_settings(
+    model: LoadedModel, settings: Mapping[str, Any], batch: int, sequence_tokens: int, cold_share: float | None
+) -> dict[str, Any]:
+    """The settings, with a ceiling below which the batch fits, and a warm store that holds all but `cold_share` of its units."""
+    config = CacheConfig.from_dict(settings)
+    native = _native_bytes(model, settings, batch, sequence_tokens)
+    if sequence_tokens <= config.min_context:
+        return dict(settings) | {"cache_max_bytes": native + _SLACK_BYTES}
+    blocks = batch * -(-sequence_tokens // config.page_size)
+    for_all = blocks * warm_bytes_per_block(_shape(model), config)
+    share = 1.0 if cold_share is None else 1.0 - cold_share
+    return {"cache_max_bytes": int(_ADAPTIVE_CEILING * native) + _SLACK_BYTES, "warm_bytes": int(share * for_all)} | dict(
+        settings
+    )
+
+
+class _TierFigures:
+    """What the adaptive cache did in the measured steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        self._before = self._counters()
+
+    def figures(self, steps: Sequence[tuple[float, StepTimes]]) -> dict[str, Any]:
+        """Rates are over steps times sequences; none at all for a native cache."""
+        if not self._before:
+            return {}
+        done = {name: now - self._before[name] for name, now in self._counters().items()}
+        reads = done["pages_exact"] + done["pages_sketched"]
+        decoded = done["decode_steps"]
+        seconds = sum(seconds for seconds, _ in steps)
+        cache = self._engine.cache
+        return {
+            "warm_bytes": cache.warm_bytes,
+            "exact_read_share": done["pages_exact"] / reads if reads else None,
+            "values_skipped_share": done["values_skipped"] / reads if reads else None,
+            "hits_per_step": done["hits"] / decoded if decoded else 0.0,
+            "recompute_share": done["recompute_steps"] / decoded if decoded else 0.0,
+            "uncovered_hits": done["uncovered_hits"],
+            "restored_blocks": done["restored_blocks"],
+            "cold_units_share": cache.cold_share,
+            "policy_share": sum(times.policy for _, times in steps) / seconds,
+            "restore_share": sum(times.restore for _, times in steps) / seconds,
+            **{name: done[name] for name in ("promoted_pages", "hit_promotions", "cooled_pages", "demoted_blocks")},
+        }
+
+    def _counters(self) -> dict[str, Any]:
+        stats = self._engine.cache.tier_stats
+        return {} if stats is None else {name: value for name, value in asdict(stats).items() if isinstance(value, int | float)}
 
 
 def _greedy(max_tokens: int) -> SamplingParams:
@@ -184,8 +261,9 @@ class _Yardstick:
 
     def __init__(self, engine: Engine, num_threads: int) -> None:
         self._backend = engine.backend
+        self._adaptive = engine.cache.adaptive
         self._num_threads = num_threads
-        used_pages = engine.cache.used_bytes // engine.cache.pool.pages[0].nbytes
+        used_pages = engine.cache.pool.frames.num_used_frames * engine.cache.pool.frame_pages
         self._pages = engine.cache.pool.pages[:used_pages]
         self._plain_seconds: list[float] = []
         self._start = (0.0, 0)
@@ -196,7 +274,7 @@ class _Yardstick:
 
     def figures(self) -> dict[str, Any]:
         """The kernel's figures since `begin`. The plain sum is the median of runs before and after; None: no native kernel."""
-        if not isinstance(self._backend, _CountingKernel):
+        if not isinstance(self._backend, _CountingKernel) or self._adaptive:
             return {"kernel_bandwidth_share": None}
         seconds, num_bytes = (now - then for now, then in zip(self._counters(), self._start, strict=True))
         self._sum_pages()
@@ -213,7 +291,7 @@ class _Yardstick:
         return (backend.decode_seconds, backend.decode_bytes_read) if isinstance(backend, _CountingKernel) else (0.0, 0)
 
     def _sum_pages(self) -> None:
-        if not isinstance(self._backend, _CountingKernel):
+        if not isinstance(self._backend, _CountingKernel) or self._adaptive:
             return
         from vera.attention.cpu import plain_sum  # there, because the kernel is
 
