@@ -232,3 +232,45 @@ def test_a_forgotten_engine_does_not_keep_the_interpreter():
     start = time.monotonic()
     asyncio.run(main())
     assert time.monotonic() - start < 10
+
+
+# -- an adaptive cache -------------------------------------------------------------------------------------------------
+
+TIERED = {"cache": {"mode": "adaptive", "min_context": 64, "warm_store": "ram"}, "attention_backend": "reference", "blocks": 400}
+
+
+def test_stream_takes_fidelity_and_tolerance():
+    async def scenario(engine):
+        for asked in ({"fidelity": "exact"}, {"fidelity": "native"}, {"attention_tolerance": 0.0}):
+            updates = [update async for update in engine.stream(prompt_of(200), greedy(10), **asked)]
+            assert tokens_of(updates) == reference_tokens(prompt_of(200), 10)
+        with pytest.raises(RequestError, match="'exakt'"):
+            await anext(engine.stream(prompt_of(200), greedy(10), fidelity="exakt"))
+
+    run(scenario, **TIERED)
+
+
+@pytest.mark.parametrize("name", ["mine", None])
+def test_fidelity_of_an_open_stream_can_be_changed(name):
+    async def scenario(engine):
+        stream = engine.stream(prompt_of(200), greedy(300), request_id=name)
+        first = await anext(stream)
+        await engine.set_fidelity(first.request_id, "exact")
+        updates = [first] + [update async for update in stream]
+        assert len(tokens_of(updates)) == 300
+        assert 0 <= updates[-1].cache_use.decode_steps < 200
+        with pytest.raises(RequestError, match=f"{first.request_id!r}"):
+            await engine.set_fidelity(first.request_id, "exact")
+
+    run(scenario, **TIERED)
+
+
+def test_fidelity_that_cannot_be_given_is_refused_and_the_stream_goes_on():
+    async def scenario(engine):
+        stream = engine.stream(prompt_of(5), greedy(50), request_id="mine")
+        first = await anext(stream)
+        with pytest.raises(RequestError, match="adaptive"):
+            await engine.set_fidelity("mine", "exact")
+        assert tokens_of([first] + [update async for update in stream]) == reference_tokens(prompt_of(5), 50)
+
+    run(scenario)

@@ -12,6 +12,8 @@ from vera import LLM, CacheConfig, SamplingParams
 from vera.errors import ConfigError, EngineStopped, RequestError
 
 SMALL = {"page_dtype": "float32", "cache_max_bytes": 16 * 2**20}
+TIERED = {**SMALL, "mode": "adaptive", "min_context": 64, "page_size": 16, "warm_store": "ram", "warm_bytes": 16 * 2**20}
+LONG = list(prompt_of(200))
 
 
 @pytest.fixture
@@ -28,9 +30,16 @@ def plain():
         yield llm
 
 
+@pytest.fixture
+def tiered():
+    """The same model over an adaptive cache."""
+    with LLM(tiny_model("llama"), cache=TIERED, attention_backend="reference") as llm:
+        yield llm
+
+
 def test_public_names_are_the_documented_ones():
-    documented = {"LLM", "CacheConfig", "Completion", "EngineConfig", "Output", "SamplingParams", "VeraError", "load_model"}
-    assert set(vera.__all__) == documented
+    nouns = {"CacheConfig", "CacheUse", "Completion", "EngineConfig", "Output", "SamplingParams", "VeraError"}
+    assert set(vera.__all__) == nouns | {"LLM", "load_model"}
     assert all(hasattr(vera, name) for name in vera.__all__)
     with pytest.raises(AttributeError, match="LMM"):
         _ = vera.LMM
@@ -165,10 +174,12 @@ def test_wrong_max_tokens_is_refused(value):
         SamplingParams(max_tokens=value)
 
 
-def test_cache_settings_come_as_name_dict_or_config():
-    for cache in ("native", {"mode": "native"}, CacheConfig()):
-        with LLM(tiny_model("llama"), cache=cache) as llm:
-            assert llm.engine.config.cache == CacheConfig()
+@pytest.mark.parametrize(
+    "cache", ["native", {"mode": "native"}, CacheConfig(), {"cpu": "native"}, {"cpu": {"mode": "native"}}, {"cpu": CacheConfig()}]
+)
+def test_cache_settings_come_as_name_dict_or_config_for_all_or_by_device(cache):
+    with LLM(tiny_model("llama"), cache=cache) as llm:
+        assert llm.engine.config.cache == CacheConfig()
 
 
 @pytest.mark.parametrize(
@@ -178,6 +189,10 @@ def test_cache_settings_come_as_name_dict_or_config():
         ({"cache": {"cache_max_sise_ratio": 0.5}}, "cache_max_sise_ratio.*known are.*cache_max_size_ratio"),
         ({"cache": {"cache_max_size_ratio": 1.5}}, "1.5"),
         ({"cache": {"page_dtype": "fp8"}}, "fp8"),
+        ({"cache": {"cuda:0": "adaptive"}}, "'cuda:0'.* there is cpu"),
+        ({"cache": {"cpu": "native", "gpu": {"mode": "native"}}}, "'gpu'.* there is cpu"),
+        ({"cache": {"cpu": "native", "page_size": 16}}, "'page_size'.* there is cpu"),
+        ({"cache": {"cpu": {"page_sise": 16}}}, "page_sise.*known are"),
         ({"max_num_seq": 3}, "max_num_seq.*known are"),
     ],
 )
@@ -219,3 +234,93 @@ def test_progress_bar_goes_to_stderr(plain, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "2/2" in captured.err
+
+
+# -- an adaptive cache -------------------------------------------------------------------------------------------------
+
+
+def test_adaptive_answer_comes_with_what_the_cache_did(tiered):
+    [output] = tiered.generate(LONG, greedy(40))
+    use = output.completions[0].cache_use
+    assert use.decode_steps == 38  # the first token comes from the prompt, and the last step's use is not told any more
+    assert use.error_count > 0
+    assert use.error_mean <= use.error_max
+
+
+def test_native_answer_has_no_cache_use(plain):
+    [output] = plain.generate(LONG, greedy(3))
+    assert output.completions[0].cache_use is None
+    assert output.num_cached_tokens_by_tier is None
+
+
+def test_reused_prefix_is_told_by_tier(tiered):
+    tiered.generate(LONG, greedy(40))
+    [again] = tiered.generate(LONG, greedy(2))
+    tiers = again.num_cached_tokens_by_tier
+    assert sum(tiers.values()) == again.num_cached_tokens == 192
+    assert tiers["warm"] > tiers["hot"] > 0
+
+
+def test_exact_answer_has_the_tokens_of_native(tiered):
+    [output] = tiered.generate(LONG, greedy(40), fidelity="exact")
+    assert output.token_ids == reference_tokens(tuple(LONG), 40)
+    assert output.completions[0].cache_use.error_count == 0
+
+
+def test_every_way_to_ask_takes_fidelity_and_tolerance(tiered):
+    vocab = len(tiny_tokenizer())
+    with LLM(
+        tiny_model("llama", vocab_size=vocab), tokenizer=tiny_tokenizer(), cache=TIERED, attention_backend="reference"
+    ) as llm:
+        messages = [{"role": "user", "content": "the thing and " * 30}]
+        strict = {"attention_tolerance": 0.0}
+        exact = llm.chat(messages, greedy(10), fidelity="exact")[0].token_ids
+        assert llm.chat(messages, greedy(10), **strict)[0].token_ids == exact
+        assert tokens_of(llm.stream_chat(messages, greedy(10), **strict)) == exact
+        assert tokens_of(llm.stream_chat(messages, greedy(10), fidelity="native")) == exact
+    assert tokens_of(tiered.stream(LONG, greedy(10), **strict)) == reference_tokens(tuple(LONG), 10)
+
+
+def test_tolerance_decides_how_much_is_hit(tiered):
+    hits = [
+        tiered.generate(LONG, greedy(20), attention_tolerance=tolerance)[0].completions[0].cache_use.hits
+        for tolerance in (1.0, 0.001)
+    ]
+    assert hits[0] == 0 < hits[1]
+
+
+def test_running_stream_changes_to_exact_and_loses_no_token(tiered):
+    stream = tiered.stream(LONG, greedy(30))
+    begun = [next(stream) for _ in range(10)]
+    stream.set_fidelity("exact")
+    updates = begun + list(stream)
+    assert len(tokens_of(updates)) == 30
+    assert updates[-1].cache_use.decode_steps == 9  # bounded ones: those before the change, without the prompt's
+
+
+def test_ended_stream_cannot_change_its_fidelity(tiered):
+    stream = tiered.stream(LONG, greedy(3))
+    list(stream)
+    with pytest.raises(RequestError, match="no request"):
+        stream.set_fidelity("exact")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"fidelity": "exakt"}, "'exakt' is not one of native, bounded, exact"),
+        ({"attention_tolerance": 1.5}, "1.5 is outside 0 to 1"),
+        ({"attention_tolerance": float("nan")}, "nan is outside 0 to 1"),
+    ],
+)
+def test_wrong_fidelity_or_tolerance_is_refused_and_nothing_runs(tiered, asked, message):
+    with pytest.raises(RequestError, match=message):
+        tiered.generate(LONG, greedy(3), **asked)
+    assert not tiered.engine.has_unfinished()
+
+
+@pytest.mark.parametrize("asked", [{"fidelity": "bounded"}, {"fidelity": "exact"}, {"attention_tolerance": 0.1}])
+def test_native_cache_refuses_what_it_cannot_give(plain, asked):
+    with pytest.raises(RequestError, match="needs an adaptive cache"):
+        plain.stream(LONG, greedy(3), **asked)
+    assert plain.generate([5, 6], greedy(3), fidelity="native")[0].token_ids == reference_tokens((5, 6), 3)

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vera.cache import CacheUse
     from vera.config import CacheConfig, EngineConfig
     from vera.errors import VeraError
     from vera.llm import LLM, Completion, Output
@@ -24,6 +25,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 _HOMES = {
     "LLM": "vera.llm",
     "CacheConfig": "vera.config",
+    "CacheUse": "vera.cache",
     "Completion": "vera.llm",
     "EngineConfig": "vera.config",
     "Output": "vera.llm",
@@ -32,7 +34,7 @@ _HOMES = {
     "load_model": "vera.models",
 }
 
-__all__ = ["LLM", "CacheConfig", "Completion", "EngineConfig", "Output", "SamplingParams", "VeraError", "load_model"]
+__all__ = ["LLM", "CacheConfig", "CacheUse", "Completion", "EngineConfig", "Output", "SamplingParams", "VeraError", "load_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,10 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from vera.cache import CacheUse
 from vera.config import CacheConfig, EngineConfig
 from vera.engine.engine import Engine
 from vera.engine.request import FinishReason, Update
@@ -26,6 +28,10 @@ from vera.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+CacheSettings = str | CacheConfig | Mapping[str, Any]
+
+_DEVICES = ("cpu",)
+"""The devices that there are to cache on."""
 
 
 @dataclass(slots=True)
@@ -42,12 +48,15 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
     """What went wrong, if `finish_reason` is `error`."""
+    cache_use: CacheUse | None = None
+    """What an adaptive cache did for it: hits, recomputes, estimated errors. None: it is running, or the cache is native."""
 
     def add(self, update: Update) -> None:
         self.text += update.delta
         self.token_ids += update.new_token_ids
         self.logprobs += update.logprobs
         self.finish_reason, self.stop_reason, self.error = update.finish_reason, update.stop_reason, update.error
+        self.cache_use = update.cache_use
 
 
 @dataclass(slots=True)
@@ -59,6 +68,12 @@ class Output:
     num_cached_tokens: int = 0
     """Prompt tokens that the first answer found in the cache."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def num_cached_tokens_by_tier(self) -> dict[str, int] | None:
+        """`num_cached_tokens` by where they waited: hot, warm or cold. None: the cache is native."""
+        use = self.completions[0].cache_use
+        return None if use is None else dict(use.cached_tokens)
 
     @property
     def text(self) -> str:
@@ -82,9 +97,14 @@ class LLM:
             print(llm.chat([{"role": "user", "content": "What is the capital of France?"}])[0].text)
 
     `model`: a Hugging Face folder, a `.gguf` file, `"embedded"`, or a transformers model that is loaded already (with its
-    `tokenizer`). `dtype`: what a model that is loaded here is held in; float32 if not given. `cache`: `"native"`, a CacheConfig,
-    or a dict of its fields. Further settings are those of EngineConfig.
+    `tokenizer`). `dtype`: what a model that is loaded here is held in; float32 if not given. `cache`: `"native"`, `"adaptive"`, a
+    CacheConfig or a dict of its fields; or one of these for each device, as in `{"cpu": {"mode": "adaptive"}}`, because budgets
+    are per device. Further settings are those of EngineConfig.
     Not thread-safe.
+
+    In an adaptive cache each request may say how it is served, in place of the cache's settings: `fidelity` is `"native"` (every
+    page exact in fast memory), `"bounded"` (errors within `attention_tolerance`, from 0 to 1) or `"exact"` (pages may wait
+    elsewhere, but each is read exactly). A native cache takes no other fidelity than its own.
     """
 
     def __init__(
@@ -92,7 +112,7 @@ class LLM:
         model: str | Path | PreTrainedModel | LoadedModel = "embedded",
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        cache: str | CacheConfig | Mapping[str, Any] = "native",
+        cache: CacheSettings = "native",
         dtype: str | None = None,
         **engine: Any,
     ) -> None:
@@ -115,47 +135,62 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        fidelity: str | None = None,
+        attention_tolerance: float | None = None,
         progress: bool = False,
     ) -> list[Output]:
         """Answers each prompt (a text or a list of token ids; a single one may come without a list around it), in order.
 
-        `params` is for all of them, or one for each. Everything is checked before anything runs: one bad prompt raises and none
-        is answered. `progress` draws a bar on stderr.
+        `params` is for all of them, or one for each; `fidelity` and `attention_tolerance` are for all. Everything is checked
+        before anything runs: one bad prompt raises and none is answered. `progress` draws a bar on stderr.
         """
-        return self._complete([encode_prompt(self._tokenizer, prompt) for prompt in _several(prompts)], params, progress=progress)
+        encoded = [encode_prompt(self._tokenizer, prompt) for prompt in _several(prompts)]
+        return self._complete(encoded, params, _Service(fidelity, attention_tolerance), progress=progress)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        fidelity: str | None = None,
+        attention_tolerance: float | None = None,
         progress: bool = False,
         **template: Any,
     ) -> list[Output]:
         """The same for conversations, each a list of `{"role": ..., "content": ...}`. `template` goes to the chat template."""
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts = [encode_chat(self._tokenizer, conversation, **template) for conversation in conversations]  # type: ignore[arg-type]
-        return self._complete(prompts, params, progress=progress)
+        return self._complete(prompts, params, _Service(fidelity, attention_tolerance), progress=progress)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, cancelled: Callable[[], bool] | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        fidelity: str | None = None,
+        attention_tolerance: float | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> AnswerStream:
         """The updates of one answer as they come. Several streams may be read in turn; closing one early aborts its request.
 
         `cancelled` is asked before each step; once it is true the answer ends, and its last update says `abort`.
         """
-        return AnswerStream(self, encode_prompt(self._tokenizer, prompt), params or SamplingParams(), cancelled)
+        encoded = encode_prompt(self._tokenizer, prompt)
+        return AnswerStream(self, encoded, params or SamplingParams(), _Service(fidelity, attention_tolerance), cancelled)
 
     def stream_chat(
         self,
         messages: Messages,
         params: SamplingParams | None = None,
         *,
+        fidelity: str | None = None,
+        attention_tolerance: float | None = None,
         cancelled: Callable[[], bool] | None = None,
         **template: Any,
     ) -> AnswerStream:
         """The same for a conversation."""
-        return AnswerStream(self, encode_chat(self._tokenizer, messages, **template), params or SamplingParams(), cancelled)
+        encoded = encode_chat(self._tokenizer, messages, **template)
+        return AnswerStream(self, encoded, params or SamplingParams(), _Service(fidelity, attention_tolerance), cancelled)
 
     def close(self) -> None:
         """Ends all requests and frees the cache and, unless the caller holds it too, the model. Idempotent."""
@@ -178,7 +213,12 @@ class LLM:
         return self.engine.model.tokenizer
 
     def _complete(
-        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None, *, progress: bool
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        service: _Service,
+        *,
+        progress: bool,
     ) -> list[Output]:
         outputs = [Output(prompt, []) for prompt in prompts]
         answers: deque[tuple[Output, Completion, SamplingParams]] = deque()
@@ -195,7 +235,7 @@ class LLM:
                     # More than may wait is handed in as room appears.
                     while answers and self.engine.num_waiting < self.engine.config.max_waiting:
                         output, completion, answer = answers.popleft()
-                        homes[self._submit(output.prompt_token_ids, answer)] = output, completion
+                        homes[self._submit(output.prompt_token_ids, answer, service)] = output, completion
                     self._step()
                     for update in [update for request_id in homes for update in self._take(request_id)]:
                         _enter(update, *homes[update.request_id])
@@ -207,8 +247,10 @@ class LLM:
                 self._drop(request_id)
         return outputs
 
-    def _submit(self, prompt: list[int], params: SamplingParams) -> str:
-        request_id = self.engine.add_request(prompt, params)
+    def _submit(self, prompt: list[int], params: SamplingParams, service: _Service) -> str:
+        request_id = self.engine.add_request(
+            prompt, params, fidelity=service.fidelity, attention_tolerance=service.attention_tolerance
+        )
         self._inboxes[request_id] = deque()
         return request_id
 
@@ -232,15 +274,30 @@ class LLM:
             self._engine.abort(request_id)
 
 
-class AnswerStream(Iterator[Update]):
-    """The updates of one answer. Steps the engine when none is waiting to be read."""
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """What a request asks of the cache; None: what the cache's settings say."""
 
-    def __init__(self, llm: LLM, prompt: list[int], params: SamplingParams, cancelled: Callable[[], bool] | None) -> None:
+    fidelity: str | None
+    attention_tolerance: float | None
+
+
+class AnswerStream(Iterator[Update]):
+    """The updates of one answer. Steps the engine when none is waiting to be read. The last one has `cache_use`."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompt: list[int],
+        params: SamplingParams,
+        service: _Service,
+        cancelled: Callable[[], bool] | None,
+    ) -> None:
         self._llm = llm
         self._cancelled = cancelled
         self._ready: deque[Update] = deque()
         self._ended = True
-        self.request_id = llm._submit(prompt, params)
+        self.request_id = llm._submit(prompt, params, service)
         self._ended = False
 
     def __next__(self) -> Update:
@@ -256,6 +313,13 @@ class AnswerStream(Iterator[Update]):
         update = self._ready.popleft()
         self._ended = update.finished
         return update
+
+    def set_fidelity(self, fidelity: str) -> None:
+        """How an adaptive cache serves the answer from its next token on: native, bounded or exact. No token is lost.
+
+        Raises RequestError for an unknown fidelity, one that the cache cannot give, or an answer that has ended.
+        """
+        self._llm.engine.set_fidelity(self.request_id, fidelity)
 
     def close(self) -> None:
         """Ends the answer if it is still running."""
@@ -292,10 +356,33 @@ def _loaded(
     return model
 
 
-def _cache_config(cache: str | CacheConfig | Mapping[str, Any]) -> CacheConfig:
+def _cache_config(cache: CacheSettings) -> CacheConfig:
     if isinstance(cache, CacheConfig):
         return cache
-    return CacheConfig(mode=cache) if isinstance(cache, str) else CacheConfig.from_dict(cache)
+    if isinstance(cache, str):
+        return CacheConfig(mode=cache)
+    return _of_this_device(cache) if _is_by_device(cache) else CacheConfig.from_dict(cache)
+
+
+def _is_by_device(cache: Mapping[str, Any]) -> bool:
+    """No field of CacheConfig is itself a collection of settings, or has the name of a device."""
+    return any(_is_device(name) or isinstance(value, CacheConfig | Mapping) for name, value in cache.items())
+
+
+def _is_device(name: str) -> bool:
+    try:
+        torch.device(name)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _of_this_device(cache: Mapping[str, Any]) -> CacheConfig:
+    if unknown := [name for name in cache if name not in _DEVICES]:
+        raise ConfigError(
+            f"cache has settings for {', '.join(map(repr, unknown))}, which is no device here; there is {', '.join(_DEVICES)}"
+        )
+    return _cache_config(cache[_DEVICES[0]])
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -116,17 +116,18 @@ class AdaptiveCache:
         frames = self.pool.frames
         return frames.num_frames * self.pool.frame_blocks * self.config.page_size
 
-    @property
-    def max_sequence_tokens(self) -> int:
-        """The longest sequence that fits when it runs alone."""
+    def longest_sequence(self, fidelity: str | None = None) -> int:
+        """Tokens of the longest sequence that fits when it runs alone, at a fidelity (None: that of the settings)."""
+        state = self._new_state(self.config.min_context + 1, reuse=False, fidelity=fidelity, tolerance=None)
         exact = self._exact_blocks_alone()
-        if not self.adaptive or self.config.fidelity == "native" or self.tables.warm is None:
+        if not state.tiered:
             return exact * self.config.page_size
-        per_block = self.pool.sketch_bytes + int(self.config.hot_max_share * self.pool.block_bytes)
-        pinned = self._pinned_blocks()
-        left = (exact - pinned) * self.pool.block_bytes - self.pool.frame_bytes * 2
-        tiered = min(max(0, left) // per_block, self.tables.warm.num_slots // self.tables.num_windows)
-        return max(exact, tiered + pinned if exact >= pinned else exact) * self.config.page_size
+        room = (exact - 2 * self.pool.frame_blocks) * self.pool.block_bytes  # each role may leave a frame partly empty
+        low, high = exact, self.blocks.num_blocks
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._footprint(middle, state) <= room else (low, middle - 1)
+        return low * self.config.page_size
 
     @property
     def capacity_bytes(self) -> int:
@@ -347,6 +348,8 @@ class AdaptiveCache:
             return False
         state.fidelity = fidelity
         state.tiered = self._may_be_tiered(fidelity, len(state.blocks) * self.config.page_size)
+        if state.tiered and self._keeper is not None:
+            self._keeper.begin(state)
         return True
 
     def forget(self, identity: str) -> None:
@@ -437,12 +440,16 @@ class AdaptiveCache:
         """
         plan, tables = restore.plan, self.tables
         slots = [tables.slots(target.block, plan.first, plan.stop) for target in plan.targets]
-        for target, lent in zip(plan.targets, restore.lent, strict=True):
-            tables.return_slots(target.block, plan.first, plan.stop, lent)
+        self.abandon_restore(restore)
         restored = 0
         for target, own in zip(plan.targets, slots, strict=True):
             restored += self._keep_restored(target.block, own, plan, [page for page in hot if page[0] == target.block])
         return restored
+
+    def abandon_restore(self, restore: Restore) -> None:
+        """Takes the lent slots back; everything is as it was before `begin_restore`."""
+        for target, lent in zip(restore.plan.targets, restore.lent, strict=True):
+            self.tables.return_slots(target.block, restore.plan.first, restore.plan.stop, lent)
 
     def count_restore(self, sequences: Iterable[str], *, blocks: int, pages: int, seconds: float) -> None:
         """Takes a step's restores into the figures: the sequences that they were for, and what they took."""

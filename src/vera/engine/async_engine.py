@@ -42,8 +42,8 @@ class AsyncEngine:
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
         """By the engine's id. Entries come and go on the engine's thread; the event loop looks them up."""
-        self._names: set[str | None] = set()
-        """Ids that callers gave to open streams."""
+        self._named: dict[str, _Stream] = {}
+        """Open streams by the ids that callers gave them."""
         self._num_open = 0
         self._draining = False
         self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -67,15 +67,17 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         timeout_seconds: float | None = None,
+        fidelity: str | None = None,
+        attention_tolerance: float | None = None,
     ) -> AsyncIterator[Update]:
         """The updates of one answer until it is finished. Leaving the iterator early aborts the request.
 
-        Raises what `Engine.add_request` raises, before the first update, and EngineStopped if the engine ends first. An id may
+        `fidelity` and `attention_tolerance` take the place of the cache's settings, as in `Engine.add_request`. Raises what `Engine.add_request` raises, before the first update, and EngineStopped if the engine ends first. An id may
         be used again once its stream has ended.
         """
         if self._draining:
             raise EngineStopped("the engine is closing and takes no new requests")
-        if request_id in self._names:
+        if request_id in self._named:
             raise RequestError(f"a request {request_id!r} is being answered already; choose another id")
         stream = _Stream(asyncio.Queue())
         arrived_at = self._engine.clock()
@@ -83,7 +85,13 @@ class AsyncEngine:
         def add() -> None:
             # The engine's own ids are never used twice, so a late update of an ended stream reaches nobody.
             stream.id = self._engine.add_request(
-                prompt_token_ids, params, priority=priority, timeout_seconds=timeout_seconds, arrived_at=arrived_at
+                prompt_token_ids,
+                params,
+                priority=priority,
+                timeout_seconds=timeout_seconds,
+                arrived_at=arrived_at,
+                fidelity=fidelity,
+                attention_tolerance=attention_tolerance,
             )
             self._streams[stream.id] = stream
 
@@ -93,7 +101,7 @@ class AsyncEngine:
 
         adding = self._call(add)
         if request_id is not None:
-            self._names.add(request_id)
+            self._named[request_id] = stream
         self._num_open += 1
         try:
             await asyncio.wrap_future(adding)
@@ -105,9 +113,20 @@ class AsyncEngine:
                 yield update if request_id is None else replace(update, request_id=request_id)
         finally:
             self._num_open -= 1
-            self._names.discard(request_id)
+            if request_id is not None:
+                del self._named[request_id]
             if not adding.cancel():
                 self._post(forget)
+
+    async def set_fidelity(self, request_id: str, fidelity: str) -> None:
+        """How an adaptive cache serves an open stream from its next step on; see `Engine.set_fidelity`.
+
+        `request_id` is the one that was given to `stream`, or else the one that its updates have. Raises RequestError for an
+        unknown request or fidelity.
+        """
+        if (stream := self._named.get(request_id) or self._streams.get(request_id)) is None:
+            raise RequestError(f"no stream of a request {request_id!r} is open")
+        await asyncio.wrap_future(self._call(lambda: self._engine.set_fidelity(stream.id, fidelity)))
 
     async def inspect(self, read: Callable[[Engine], Any]) -> Any:
         """`read(engine)`, run between two steps on the engine's thread."""

@@ -144,6 +144,7 @@ class Engine:
         request_id = request_id if request_id is not None else f"request-{arrival}"
         self._check_terms(request_id, priority, timeout_seconds)
         self._check_fidelity(fidelity, attention_tolerance)
+        self._check_room(len(prompt) + (params.max_tokens or max(1, params.min_tokens)), fidelity)
         if self.num_waiting >= self.config.max_waiting:
             raise CapacityError(f"{self.config.max_waiting} requests are waiting already; try later or raise max_waiting")
         request = self._new_request(request_id, arrival, prompt, params)
@@ -305,7 +306,7 @@ class Engine:
 
     def _served_length(self) -> int:
         """The longest sequence served: the one source of this limit."""
-        limits = {"the model's context": self.model.spec.max_context, "the cache": self.cache.max_sequence_tokens}
+        limits = {"the model's context": self.model.spec.max_context, "the cache": self.cache.longest_sequence()}
         asked = self.config.max_model_len
         for name, limit in limits.items():
             if asked is not None and asked > limit:
@@ -339,6 +340,16 @@ class Engine:
         if not self.cache.adaptive and (fidelity not in (None, "native") or tolerance is not None):
             asked = f"fidelity={fidelity!r}" if fidelity not in (None, "native") else f"attention_tolerance={tolerance}"
             raise RequestError(f"{asked} needs an adaptive cache, and this engine's is native; make it with cache='adaptive'")
+
+    def _check_room(self, num_tokens: int, fidelity: str | None) -> None:
+        """A request that asks for more exactness than usual may need more room than there will ever be."""
+        if fidelity in (None, self.config.cache.fidelity):
+            return
+        if num_tokens > (longest := self.cache.longest_sequence(fidelity)):
+            raise RequestTooLong(
+                f"{num_tokens} tokens at fidelity {fidelity!r} are above the {longest} that the cache holds so; "
+                "shorten the prompt, ask for fidelity 'bounded', or raise the cache's ceiling"
+            )
 
     def _new_request(self, request_id: str, arrival: int, prompt: Sequence[int], params: SamplingParams) -> Request:
         seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))

@@ -107,6 +107,9 @@ class Restorer:
                 stop=plan.stop,
                 hidden=hidden,
             )
+        except BaseException:
+            self._cache.abandon_restore(restore)
+            raise
         finally:
             self.running = False
         return self._cache.finish_restore(restore, hot=hot)
