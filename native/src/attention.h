@@ -29,6 +29,12 @@ struct LayerCall {
   int window;          // 0: none
   const float* sinks;  // [query_heads] or null
   int num_threads;
+  bool again;  // nothing is recorded in the report
+};
+
+// A page of a sequence that was hit; `cold` is 0 or 1.
+struct Hit {
+  int32_t sequence, layer, kv_head, block, cold;
 };
 
 // What was done since construction.
@@ -61,8 +67,9 @@ class Attention {
   const char* isa() const { return kernels_.name; }
   const Counters& counters() const { return counters_; }
 
-  // Throws std::invalid_argument or std::out_of_range before anything is written. Calls from several threads wait for each other.
-  void attend(Batch& batch, const LayerCall& call);
+  // Returns the pages that decode rows hit, in order of sequence, KV head and block; none with `again`. Throws
+  // std::invalid_argument or std::out_of_range before anything is written. Calls from several threads wait for each other.
+  std::vector<Hit> attend(Batch& batch, const LayerCall& call);
 
  private:
   friend class LayerRun;
@@ -70,13 +77,17 @@ class Attention {
   struct ThreadScratch {
     FloatBuffer floats;
     std::vector<PageRef> pages;
+    std::vector<SketchRef> sketches;
+    FloatBuffer row_state;
+    std::vector<Hit> hits;
   };
 
   const KernelTable& kernels_;
   Counters counters_;
   std::mutex mutex_;
   std::vector<ThreadScratch> scratch_;  // a thread each
-  FloatBuffer partials_;
+  FloatBuffer partials_, row_states_, probes_;
+  std::vector<TieredPage> tiered_pages_;
 };
 
 }  // namespace vera

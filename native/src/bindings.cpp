@@ -1,6 +1,8 @@
 // The Python module vera._native. Tensors come as addresses and strides: vera.attention.cpu checks their types and shapes and
 // keeps them alive, and a call for each layer is too frequent for anything dearer.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -13,6 +15,7 @@
 #include "attention.h"
 #include "isa.h"
 #include "linear.h"
+#include "pages_parallel.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -41,7 +44,7 @@ uint64_t plain_sum(uintptr_t address, size_t bytes, int num_threads) {
     uint64_t (*sum)(const void*, size_t);
     std::atomic<size_t> next{0};
     std::atomic<uint64_t> total{0};
-  } shared{pointer<const char>(address), bytes, choose_kernels("").sum_words};
+  } shared{pointer<const char>(address), bytes, choose_kernels("").exact.sum_words};
   const nb::gil_scoped_release release;
   run_parallel(
       num_threads,
@@ -75,12 +78,45 @@ NB_MODULE(_native, module) {
   nb::set_leak_warnings(false);
   module.doc() = "Vera's native CPU kernels; use vera.attention, not this.";
 
+  nb::class_<TierTables>(module, "Tiers", "Addresses and sizes of a vera.attention.protocol.Tiers and its report.")
+      .def(
+          "__init__",
+          [](TierTables* self, uintptr_t arena, int64_t arena_bytes, int sketch_bits, uintptr_t sketch_keys,
+             uintptr_t sketch_values, int64_t sketch_stride, uintptr_t warm, int windows, int window_layers, uintptr_t tolerances,
+             float skip_share, uintptr_t probes, uintptr_t report_rows, uintptr_t masses, uintptr_t frequencies,
+             int64_t num_report_rows, int report_blocks, uintptr_t errors, uintptr_t pages_read) {
+            TierTables tiers;
+            tiers.arena = pointer<const uint8_t>(arena);
+            tiers.arena_bytes = arena_bytes;
+            tiers.sketch_bits = sketch_bits;
+            tiers.sketch_keys = pointer<const int64_t>(sketch_keys);
+            tiers.sketch_values = pointer<const int64_t>(sketch_values);
+            tiers.sketch_stride = sketch_stride;
+            tiers.warm = pointer<const int64_t>(warm);
+            tiers.windows = windows;
+            tiers.window_layers = window_layers;
+            tiers.tolerances = pointer<const float>(tolerances);
+            tiers.skip_share = skip_share;
+            tiers.probes = pointer<const int32_t>(probes);
+            tiers.report_rows = pointer<const int32_t>(report_rows);
+            tiers.masses = pointer<float>(masses);
+            tiers.frequencies = pointer<float>(frequencies);
+            tiers.num_report_rows = num_report_rows;
+            tiers.report_blocks = report_blocks;
+            tiers.errors = pointer<double>(errors);
+            tiers.pages_read = pointer<int64_t>(pages_read);
+            new (self) TierTables(tiers);
+          },
+          nb::kw_only(), "arena"_a, "arena_bytes"_a, "sketch_bits"_a, "sketch_keys"_a, "sketch_values"_a, "sketch_stride"_a,
+          "warm"_a, "windows"_a, "window_layers"_a, "tolerances"_a, "skip_share"_a, "probes"_a, "report_rows"_a, "masses"_a,
+          "frequencies"_a, "num_report_rows"_a, "report_blocks"_a, "errors"_a, "pages_read"_a);
+
   nb::class_<Batch>(module, "Batch", "A validated vera.attention.protocol.PagedBatch. Does not keep the tensors alive.")
       .def(
           "__init__",
           [](Batch* self, uintptr_t pages, int64_t num_pages, int page_type, uintptr_t page_table, int64_t num_blocks, int layers,
              int kv_heads, uintptr_t block_tables, int sequences, int max_blocks, uintptr_t query_starts, uintptr_t context_lens,
-             int page_size, int head_dim) {
+             int page_size, int head_dim, const std::optional<TierTables>& tiers) {
             BatchTables tables;
             tables.pages = pointer<std::byte>(pages);
             tables.num_pages = num_pages;
@@ -96,10 +132,11 @@ NB_MODULE(_native, module) {
             tables.context_lens = pointer<const int32_t>(context_lens);
             tables.page_size = page_size;
             tables.head_dim = head_dim;
-            new (self) Batch(tables);
+            new (self) Batch(tables, tiers);
           },
           nb::kw_only(), "pages"_a, "num_pages"_a, "page_type"_a, "page_table"_a, "num_blocks"_a, "layers"_a, "kv_heads"_a,
           "block_tables"_a, "sequences"_a, "max_blocks"_a, "query_starts"_a, "context_lens"_a, "page_size"_a, "head_dim"_a,
+          "tiers"_a = nb::none(),
           "Checks all lengths and ids. page_type: 0 float16, 1 bfloat16, 2 float32.");
 
   nb::class_<Attention>(module, "Attention", "Kernels of one instruction set, with their scratch memory and counters.")
@@ -117,7 +154,7 @@ NB_MODULE(_native, module) {
           "attend",
           [](Attention& self, Batch& batch, int layer, int query_heads, const RowsArgument& query, const RowsArgument& key,
              const RowsArgument& value, uintptr_t output, float scale, int window, float softcap, uintptr_t sinks,
-             int num_threads) {
+             int num_threads, bool again) {
             LayerCall call;
             call.layer = layer;
             call.query_heads = query_heads;
@@ -129,12 +166,20 @@ NB_MODULE(_native, module) {
             call.window = window;
             call.sinks = pointer<const float>(sinks);
             call.num_threads = num_threads;
-            const nb::gil_scoped_release release;
-            self.attend(batch, call);
+            call.again = again;
+            std::vector<Hit> hits;
+            {
+              const nb::gil_scoped_release release;
+              hits = self.attend(batch, call);
+            }
+            std::vector<std::array<int32_t, 5>> rows;
+            for (const Hit& hit : hits) rows.push_back({hit.sequence, hit.layer, hit.kv_head, hit.block, hit.cold});
+            return rows;
           },
           "batch"_a, "layer"_a, "query_heads"_a, "query"_a, "key"_a, "value"_a, "output"_a, "scale"_a, "window"_a, "softcap"_a,
-          "sinks"_a, "num_threads"_a,
-          "One layer. query, key and value: (address, token stride, head stride); 0 for no window, softcap or sinks.");
+          "sinks"_a, "num_threads"_a, "again"_a = false,
+          "One layer. query, key and value: (address, token stride, head stride); 0 for no window, softcap or sinks. Returns the "
+          "rows of TierReport.hits.");
 
   module.def(
       "linear",
@@ -154,6 +199,32 @@ NB_MODULE(_native, module) {
       "x"_a, "weight"_a, "bias"_a, "y"_a, "rows"_a, "inputs"_a, "outputs"_a, "num_threads"_a,
       "y [rows, outputs] = x [rows, inputs] times weight [outputs, inputs] transposed, plus bias (0: none); addresses of "
       "contiguous float32.");
+
+  module.def(
+      "sketch_pages",
+      [](uintptr_t pages, uintptr_t key_parts, uintptr_t value_parts, int64_t count, int page_type, int page_size, int head_dim,
+         int bits, int num_threads, const std::string& isa) {
+        const SketchJob job{pointer<const int64_t>(pages),
+                            pointer<const int64_t>(key_parts),
+                            pointer<const int64_t>(value_parts),
+                            count,
+                            PageType(page_type),
+                            page_size,
+                            head_dim,
+                            bits};
+        const KernelTable& kernels = choose_kernels(isa);
+        const nb::gil_scoped_release release;
+        return make_sketches(kernels, job, num_threads);
+      },
+      "pages"_a, "key_parts"_a, "value_parts"_a, "count"_a, "page_type"_a, "page_size"_a, "head_dim"_a, "bits"_a, "num_threads"_a,
+      "isa"_a = "", "Writes sketches of exact pages; addresses of int64 arrays of addresses. Returns how many are of no use.");
+  module.def(
+      "copy_bytes",
+      [](uintptr_t sources, uintptr_t targets, int64_t count, int64_t bytes, int num_threads) {
+        const nb::gil_scoped_release release;
+        copy_all(pointer<const int64_t>(sources), pointer<const int64_t>(targets), count, bytes, num_threads);
+      },
+      "sources"_a, "targets"_a, "count"_a, "bytes"_a, "num_threads"_a, "Addresses of int64 arrays of addresses.");
 
   module.def("plain_sum", &plain_sum, "address"_a, "bytes"_a, "num_threads"_a,
              "Sum of the buffer's 64-bit words: reads it as fast as this machine can, the yardstick for memory bandwidth.");

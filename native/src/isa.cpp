@@ -9,13 +9,18 @@ namespace {
 std::vector<const KernelTable*> available_kernels() {
   std::vector<const KernelTable*> tables;
 #ifdef VERA_HAS_X86_KERNELS
+  static const KernelTable with_vnni{"avx512vnni", avx512::exact_kernels(), avx512vnni::tiered_kernels(), avx512::sketch_makers()};
+  static const KernelTable with_avx512{"avx512", avx512::exact_kernels(), avx512::tiered_kernels(), avx512::sketch_makers()};
+  static const KernelTable with_avx2{"avx2", avx2::exact_kernels(), avx2::tiered_kernels(), avx2::sketch_makers()};
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    tables.push_back(&avx512::kernels());
-  if (has_avx2) tables.push_back(&avx2::kernels());
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (has_avx512 && __builtin_cpu_supports("avx512vnni")) tables.push_back(&with_vnni);
+  if (has_avx512) tables.push_back(&with_avx512);
+  if (has_avx2) tables.push_back(&with_avx2);
 #endif
-  tables.push_back(&portable::kernels());
+  static const KernelTable plain{"portable", portable::exact_kernels(), portable::tiered_kernels(), portable::sketch_makers()};
+  tables.push_back(&plain);
   return tables;
 }
 

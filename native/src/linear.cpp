@@ -12,28 +12,6 @@ namespace {
 constexpr int kTileRows = 4;
 constexpr int kTileOutputs = kRegisters == 32 ? 6 : 3;
 
-// The sums of four vectors' lanes.
-#if defined(__AVX512F__)
-VERA_INLINE void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
-  const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const Vec lanes = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-}
-#elif defined(__AVX2__)
-VERA_INLINE void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
-  const Vec lanes = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1)));
-}
-#else
-VERA_INLINE void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
-  out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
-}
-#endif
-
 // With `ahead`, the same part of the next tile's weights is fetched into the second-level cache meanwhile: the rows of W are
 // too short for the hardware to find their pattern.
 template <int rows, int outputs, bool ahead>

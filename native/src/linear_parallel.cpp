@@ -13,7 +13,7 @@ constexpr int kPiece = 48;
 
 LinearKernel kernel_for([[maybe_unused]] const char* isa) {
 #ifdef VERA_HAS_X86_KERNELS
-  if (std::strcmp(isa, "avx512") == 0) return &avx512::linear;
+  if (std::strncmp(isa, "avx512", 6) == 0) return &avx512::linear;
   if (std::strcmp(isa, "avx2") == 0) return &avx2::linear;
 #endif
   return &portable::linear;

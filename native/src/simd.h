@@ -65,6 +65,25 @@ VERA_INLINE Vec times_power_of_two(Vec x, Vec n) { return _mm512_scalef_ps(x, n)
 VERA_INLINE Vec absolute(Vec x) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), x); }
 VERA_INLINE float sum(Vec x) { return _mm512_reduce_add_ps(x); }
 VERA_INLINE float largest(Vec x) { return _mm512_reduce_max_ps(x); }
+// The sums of four vectors' lanes, and their largest ones.
+VERA_INLINE void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
+  const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const Vec lanes = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+VERA_INLINE void store_maxima(float* out, Vec a, Vec b, Vec c, Vec d) {
+  const Vec ab = _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const Vec cd = _mm512_max_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const Vec lanes = _mm512_max_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+  _mm_storeu_ps(out, _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
 
 #elif defined(__AVX2__)
 
@@ -111,6 +130,19 @@ VERA_INLINE float largest(Vec x) {
   __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+
+VERA_INLINE void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
+  const Vec lanes = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1)));
+}
+VERA_INLINE void store_maxima(float* out, Vec a, Vec b, Vec c, Vec d) {
+  const Vec ab = _mm256_max_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  const Vec cd = _mm256_max_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  const __m256d low = _mm256_unpacklo_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
+  const __m256d high = _mm256_unpackhi_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
+  const Vec lanes = _mm256_max_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high));
+  _mm_storeu_ps(out, _mm_max_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1)));
 }
 
 #else  // portable: four floats by the compiler's own vector types, which every target has
@@ -195,6 +227,13 @@ VERA_INLINE float largest(Vec x) {
   return a > b ? a : b;
 }
 
+VERA_INLINE void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
+  out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+}
+VERA_INLINE void store_maxima(float* out, Vec a, Vec b, Vec c, Vec d) {
+  out[0] = largest(a), out[1] = largest(b), out[2] = largest(c), out[3] = largest(d);
+}
+
 #endif
 
 // Into the L2 cache: a core has too few L1 miss buffers to keep the memory bus busy (on Zen 4 this reads twice as fast).
@@ -219,6 +258,30 @@ VERA_INLINE Vec exp_of_nonpositive(Vec x) {
 }
 
 VERA_INLINE float exp_of_nonpositive(float x) { return exp_of_nonpositive(broadcast(x))[0]; }
+
+// 2^x for x <= 0 with a relative error of 3e-6; exactly 0 at -infinity, NaN stays NaN. Minimax polynomials of degree 4.
+VERA_INLINE Vec exp2_of_nonpositive(Vec x) {
+#if defined(__AVX512F__)
+  constexpr int kBelow = 0x09;  // what is left above the next whole number below
+  const Vec r = _mm512_reduce_ps(x, kBelow);
+  Vec p = broadcast(0.01353417057544f);
+  p = fma(p, r, broadcast(0.05201151594520f));
+  p = fma(p, r, broadcast(0.24144266545773f));
+  p = fma(p, r, broadcast(0.69300389289856f));
+  p = fma(p, r, broadcast(1.00000262260437f));
+  return _mm512_scalef_ps(p, x);
+#else
+  const Vec lowest = broadcast(-126.0f);
+  const Vec clamped = larger(lowest, x);
+  const Vec n = round(clamped), r = clamped - n;
+  Vec p = broadcast(0.00957010407001f);
+  p = fma(p, r, broadcast(0.05591790378094f));
+  p = fma(p, r, broadcast(0.24024745821953f));
+  p = fma(p, r, broadcast(0.69312179088593f));
+  p = fma(p, r, broadcast(0.99999928474426f));
+  return select_less(x, lowest, broadcast(0.0f), times_power_of_two(p, n));
+#endif
+}
 
 // tanh(x), relative error about 1e-7 (Cephes tanhf).
 VERA_INLINE Vec tanh_of(Vec x) {

@@ -3,6 +3,31 @@
 _Rows = tuple[int, int, int]
 """Address, token stride, head stride."""
 
+class Tiers:
+    def __init__(
+        self,
+        *,
+        arena: int,
+        arena_bytes: int,
+        sketch_bits: int,
+        sketch_keys: int,
+        sketch_values: int,
+        sketch_stride: int,
+        warm: int,
+        windows: int,
+        window_layers: int,
+        tolerances: int,
+        skip_share: float,
+        probes: int,
+        report_rows: int,
+        masses: int,
+        frequencies: int,
+        num_report_rows: int,
+        report_blocks: int,
+        errors: int,
+        pages_read: int,
+    ) -> None: ...
+
 class Batch:
     def __init__(
         self,
@@ -21,6 +46,7 @@ class Batch:
         context_lens: int,
         page_size: int,
         head_dim: int,
+        tiers: Tiers | None = None,
     ) -> None: ...
 
 class Attention:
@@ -44,9 +70,23 @@ class Attention:
         softcap: float,
         sinks: int,
         num_threads: int,
-    ) -> None: ...
+        again: bool = False,
+    ) -> list[list[int]]: ...
 
 def linear(x: int, weight: int, bias: int, y: int, rows: int, inputs: int, outputs: int, num_threads: int) -> None: ...
+def sketch_pages(
+    pages: int,
+    key_parts: int,
+    value_parts: int,
+    count: int,
+    page_type: int,
+    page_size: int,
+    head_dim: int,
+    bits: int,
+    num_threads: int,
+    isa: str = "",
+) -> int: ...
+def copy_bytes(sources: int, targets: int, count: int, bytes: int, num_threads: int) -> None: ...
 def plain_sum(address: int, bytes: int, num_threads: int) -> int: ...
 def isa() -> str: ...
 def available_isas() -> list[str]: ...

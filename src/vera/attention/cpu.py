@@ -1,4 +1,8 @@
-"""Paged attention by the native kernel (`native/`): pages are read where they lie, in float16, bfloat16 or float32."""
+"""Paged attention by the native kernel (`native/`): pages are read where they lie, in float16, bfloat16 or float32.
+
+Pages that are read by their sketch cost products of small integers: queries and weights are rounded to 8 bits (to 15 where
+sketches have 8 bits), which adds a few percent to the error that the sketch itself has.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from torch import Tensor
 
 from vera import _native
 from vera.attention.checks import check_batch, check_call
-from vera.attention.protocol import LayerAttention, PagedBatch
+from vera.attention.protocol import LayerAttention, PagedBatch, Tiers
+from vera.attention.sketch import SketchFormat
 
 _LARGEST_WINDOW = 2**30  # longer than any context, and safe to add to a position in 32 bits
 _PAGE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -41,7 +46,7 @@ class CpuAttention:
 
     @property
     def isa(self) -> str:
-        """The instruction set in use: `avx512`, `avx2` or `portable`."""
+        """The instruction set in use: `avx512vnni`, `avx512`, `avx2` or `portable`."""
         return str(self._kernels.isa)
 
     @property
@@ -59,16 +64,27 @@ class CpuAttention:
         """Bytes of keys and values that those calls read."""
         return int(self._kernels.decode_bytes_read)
 
-    def attend(self, batch: PagedBatch, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
+    def attend(
+        self,
+        batch: PagedBatch,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: LayerAttention,
+        *,
+        again: bool = False,
+    ) -> Tensor:
         """See `AttentionBackend.attend`.
 
-        Raises ValueError and IndexError for what `PagedBatch` does not allow, before anything is written. The tables of a batch
-        are checked when it is first seen and must not change while it is in use.
+        Raises ValueError and IndexError for what `PagedBatch` does not allow, before anything is written. Without tiers, the
+        tables of a batch are checked when it is first seen and must not change while it is in use. With tiers, `page_table`
+        and the tables of the tiers may change between calls.
         """
         prepared = self._prepare(batch)
         check_call(batch, layer, query, key, value, options, tokens=prepared.tokens)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        self._kernels.attend(
+        hits = self._kernels.attend(
             prepared.native,
             layer,
             query.shape[1],
@@ -81,7 +97,10 @@ class CpuAttention:
             options.softcap or 0.0,
             0 if options.sinks is None else options.sinks.data_ptr(),
             torch.get_num_threads(),
+            again,
         )
+        if hits and batch.tiers is not None:
+            batch.tiers.report.hits.append(torch.tensor(hits, dtype=torch.int32))
         return output
 
     def _prepare(self, batch: PagedBatch) -> _PreparedBatch:
@@ -111,6 +130,32 @@ def _native_batch(batch: PagedBatch) -> _native.Batch:
         context_lens=batch.context_lens.data_ptr(),
         page_size=batch.page_size,
         head_dim=batch.head_dim,
+        tiers=None if batch.tiers is None else _native_tiers(batch.tiers),
+    )
+
+
+def _native_tiers(tiers: Tiers) -> _native.Tiers:
+    report = tiers.report
+    return _native.Tiers(
+        arena=tiers.arena.data_ptr(),
+        arena_bytes=tiers.arena.numel(),
+        sketch_bits=tiers.sketch_bits,
+        sketch_keys=tiers.sketch_keys.data_ptr(),
+        sketch_values=tiers.sketch_values.data_ptr(),
+        sketch_stride=tiers.sketch_stride,
+        warm=tiers.warm.data_ptr(),
+        windows=tiers.warm.shape[1],
+        window_layers=tiers.window_layers,
+        tolerances=tiers.tolerances.data_ptr(),
+        skip_share=tiers.skip_share,
+        probes=tiers.probes.data_ptr(),
+        report_rows=tiers.report_rows.data_ptr(),
+        masses=report.masses.data_ptr(),
+        frequencies=report.frequencies.data_ptr(),
+        num_report_rows=report.masses.shape[0],
+        report_blocks=report.masses.shape[3],
+        errors=report.errors.data_ptr(),
+        pages_read=report.pages_read.data_ptr(),
     )
 
 
@@ -121,6 +166,50 @@ def _rows(tensor: Tensor) -> tuple[int, int, int]:
 def available_isas() -> list[str]:
     """The instruction sets that this build has and this CPU runs, best first."""
     return list(_native.available_isas())
+
+
+def sketch_pages(
+    pages: Tensor, key_parts: Tensor, value_parts: Tensor, sketch_format: SketchFormat, dtype: torch.dtype, isa: str | None = None
+) -> int:
+    """Writes the sketches of exact pages to where their two parts shall lie: `sketch.sketch_pages`, by addresses.
+
+    `pages`, `key_parts` and `value_parts` are `[n]` int64 addresses; the exact pages are of `dtype`, laid out as in
+    `PagedBatch.pages`. Runs on torch's threads. Returns how many sketches hold a number that is not finite, and so are of no
+    use. Raises ValueError for sizes that cannot be sketched and for tensors that are not contiguous int64 of one length.
+    """
+    count = _check_addresses(pages, key_parts, value_parts)
+    return _native.sketch_pages(
+        pages.data_ptr(),
+        key_parts.data_ptr(),
+        value_parts.data_ptr(),
+        count,
+        _PAGE_TYPES[dtype],
+        sketch_format.page_size,
+        sketch_format.head_dim,
+        sketch_format.bits,
+        torch.get_num_threads(),
+        isa or "",
+    )
+
+
+def copy_bytes(sources: Tensor, targets: Tensor, size: int) -> None:
+    """Copies `size` bytes from each source to the target at the same place, both `[n]` int64 addresses, on torch's threads.
+
+    What is copied must not overlap. Raises ValueError for tensors that are not contiguous int64 of one length.
+    """
+    count = _check_addresses(sources, targets)
+    _native.copy_bytes(sources.data_ptr(), targets.data_ptr(), count, size, torch.get_num_threads())
+
+
+def _check_addresses(*lists: Tensor) -> int:
+    """Returns the number of addresses in each list."""
+    count = lists[0].numel()
+    for addresses in lists:
+        if addresses.dtype != torch.int64 or addresses.shape != (count,) or not addresses.is_contiguous():
+            raise ValueError(
+                f"addresses are {addresses.dtype} of shape {list(addresses.shape)}; they must be a contiguous int64 [{count}]"
+            )
+    return count
 
 
 def plain_sum(buffer: Tensor, num_threads: int | None = None) -> int:

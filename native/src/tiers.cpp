@@ -1,0 +1,736 @@
+// Attention within bounds over tiered pages: steps 1 to 4 of vera.attention.protocol.Tiers, for one query token and the heads of
+// one group at a time. Compiled once per instruction set, like kernel.cpp.
+//
+// A page read by its sketch costs products of bytes: the query times the steps of the page's channels, or the weights times the
+// steps of its tokens, are rounded to signed bytes relative to the largest of them. Levels count from 0, so the products are
+// brought to levels around 0 afterwards; what was lost in rounding then meets numbers that are small and of either sign.
+//
+// Each page has weights relative to its own largest logit. So no page waits for another one, and a page that is hit is simply done
+// again.
+#include "kernel.h"
+#include "levels.h"
+#include "page_products.h"
+
+namespace vera {
+namespace VERA_ISA {
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+constexpr ptrdiff_t kFactorStride = kMaxHeadDim;  // bytes from one head's factors to the next
+constexpr int kPassHeads = 8;                     // most heads that share one read of a page
+// Values that are not zero are at least so large that dividing by them gives a number.
+constexpr float kSmallest = 1e-30f;
+
+// The factors of one page for the heads of a pass, as bytes.
+struct Folded {
+  int8_t* bytes;   // [kPassHeads][kFactorStride]; for levels of 8 bits twice, with the lower bytes of the factors
+  float* scales;   // [kPassHeads]: what the products are to be multiplied with
+  float* offsets;  // [kPassHeads]: and what is to be added
+};
+
+// A thread's memory while it works on a row.
+struct Memory {
+  int* by_sketch;     // [pages]: lists of pages
+  int* exact;         // [pages]
+  float* query;       // [group][head_dim], scaled
+  float* packed;      // the same in passes of [head_dim][heads]
+  float* weights;     // [kPassHeads][kMaxPageSize]
+  float* unrounded;   // [kPassHeads][kMaxHeadDim]
+  int8_t* bytes;      // [kFoldedPages] of Folded::bytes
+  float* scales;      // [kFoldedPages][kPassHeads]
+  float* offsets;     // the same
+
+  Folded folded(int i) const {
+    return {bytes + 2 * i * kPassHeads * kFactorStride, scales + i * kPassHeads, offsets + i * kPassHeads};
+  }
+};
+
+Memory divide(const TieredRow& row) {
+  const ptrdiff_t stride = row.state.page_stride, query_floats = ptrdiff_t(row.shape.group) * row.shape.head_dim;
+  Memory memory;
+  memory.by_sketch = reinterpret_cast<int*>(row.scratch);
+  memory.exact = memory.by_sketch + stride;
+  memory.query = row.scratch + 2 * stride;
+  memory.packed = memory.query + query_floats;
+  memory.weights = memory.packed + query_floats;
+  memory.unrounded = memory.weights + kPassHeads * kMaxPageSize;
+  memory.bytes = reinterpret_cast<int8_t*>(memory.unrounded + kPassHeads * kMaxHeadDim);
+  memory.scales = memory.unrounded + kPassHeads * kMaxHeadDim + kFoldedPages * 2 * kPassHeads * kFactorStride / 4;
+  memory.offsets = memory.scales + kFoldedPages * kPassHeads;
+  return memory;
+}
+
+VERA_INLINE const TieredPage& page_of(const TieredRow& row, int page) { return row.pages[page * row.page_stride]; }
+VERA_INLINE float* weights_of(const TieredRow& row, int page, int head) {
+  return row.state.weights + (ptrdiff_t(page) * row.shape.group + head) * row.shape.page_size;
+}
+VERA_INLINE int tokens_of(const TieredRow& row, int page) {
+  return least(row.shape.page_size, row.tokens - page * row.shape.page_size);
+}
+VERA_INLINE bool has_sketch(const TieredPage& page) { return page.sketch.keys != nullptr; }
+
+// Calls work(first head, number of heads) for passes of nearly equal size over the heads of a group.
+template <class Work>
+VERA_INLINE void for_each_pass(int group, Work work) {
+  const int passes = (group + kPassHeads - 1) / kPassHeads, heads = (group + passes - 1) / passes;
+  for (int head = 0; head < group; head += heads) work(head, least(heads, group - head));
+}
+
+template <int H>
+constexpr int kWholeFours = (H + 3) / 4 * 4;
+
+template <int H>
+VERA_INLINE void store_all_sums(const Vec (&x)[H], float* out) {
+  for (int h = 0; h < H; h += 4) store_sums(out + h, x[h], x[least(h + 1, H - 1)], x[least(h + 2, H - 1)], x[least(h + 3, H - 1)]);
+}
+template <int H>
+VERA_INLINE void store_all_maxima(const Vec (&x)[H], float* out) {
+  for (int h = 0; h < H; h += 4)
+    store_maxima(out + h, x[h], x[least(h + 1, H - 1)], x[least(h + 2, H - 1)], x[least(h + 3, H - 1)]);
+}
+
+VERA_INLINE void prefetch_bytes(const uint8_t* p, int bytes) {
+  for (int i = 0; i < bytes; i += 64) prefetch(p + i);
+}
+
+// ---- factors to bytes
+
+// Rounds `count` unrounded factors of each head, none of them larger than the head's tops, to bytes. `offsets`, lane by lane, is
+// what is to be added to the products anyway; levels are brought to their centre here.
+template <int kBits, int H>
+VERA_INLINE void round_factors(const float* unrounded, int count, const Vec (&tops)[H], Vec (&offsets)[H], const Folded& folded) {
+  // For 8 bits a factor takes two bytes: one alone would lose more than the rounding of the levels.
+  constexpr float kLargest = kBits == 8 ? 127.0f * 128.0f : 127.0f;
+  constexpr float kCentre = float((1 << kBits) - 1) / 2;
+  float largest[kWholeFours<H>];
+  store_all_maxima(tops, largest);
+  for (int h = 0; h < H; h++) {
+    const Vec inverse = broadcast(largest[h] > kSmallest ? kLargest / largest[h] : 0.0f);
+    const float scale = largest[h] * (1.0f / kLargest);
+    int8_t* bytes = folded.bytes + h * kFactorStride;
+    Int total = no_ints();
+    for (int i = 0; i < count; i += kWidth) {
+      const Int factor = to_int(load(unrounded + h * kMaxHeadDim + i) * inverse);
+      total = add(total, factor);
+      if constexpr (kBits == 8) {
+        const Int upper = upper_byte(factor);
+        store_bytes(bytes + i, upper);
+        store_bytes(bytes + kPassHeads * kFactorStride + i, lower_byte(factor, upper));
+      } else {
+        store_bytes(bytes + i, factor);
+      }
+    }
+    offsets[h] = fma(to_float(total), broadcast(-kCentre * scale), offsets[h]);
+    folded.scales[h] = scale;
+  }
+  float sums[kWholeFours<H>];
+  store_all_sums(offsets, sums);
+  for (int h = 0; h < H; h++) folded.offsets[h] = sums[h];
+}
+
+// Products of H heads' factors with V vectors of levels, `row_bytes` apart, as they are: neither scaled nor centred.
+template <int kBits, int H, int V>
+VERA_INLINE void products(const uint8_t* levels, const uint8_t* next, ptrdiff_t row_bytes, int rows, const Folded& folded,
+                          Vec (&result)[H][V]) {
+  Int sums[H][V];
+  for (int h = 0; h < H; h++)
+    for (int v = 0; v < V; v++) sums[h][v] = no_ints();
+  add_products<kBits, H, V>(levels, next, row_bytes, rows, folded.bytes, kFactorStride, sums);
+  for (int h = 0; h < H; h++)
+    for (int v = 0; v < V; v++) result[h][v] = to_float(sums[h][v]);
+  if constexpr (kBits == 8) {
+    for (int h = 0; h < H; h++)
+      for (int v = 0; v < V; v++) sums[h][v] = no_ints();
+    add_products<kBits, H, V>(levels, next, row_bytes, rows, folded.bytes + kPassHeads * kFactorStride, kFactorStride, sums);
+    for (int h = 0; h < H; h++)
+      for (int v = 0; v < V; v++) result[h][v] = fma(result[h][v], broadcast(128.0f), to_float(sums[h][v]));
+  }
+}
+
+// ---- logits and weights of a page
+
+// Turns the page's logits, head by head `stride` apart, into weights relative to the largest one. `tops` are the largest ones, lane
+// by lane, of logits that are neither capped nor cut off yet.
+template <int H, bool kAccurate>
+VERA_INLINE void weigh(const TieredRow& row, int page, int head, float* logits, ptrdiff_t stride, Vec (&tops)[H]) {
+  const int page_size = row.shape.page_size, tokens = tokens_of(row, page);
+  if (row.options.softcap != 0 || tokens < page_size) {
+    for (int h = 0; h < H; h++) {
+      float* line = logits + h * stride;
+      if (row.options.softcap != 0) apply_softcap(line, page_size, row.options.softcap);
+      mask_row(line, 0, tokens, page_size);
+      tops[h] = load(line);
+      for (int t = kWidth; t < page_size; t += kWidth) tops[h] = larger(tops[h], load(line + t));
+    }
+  }
+  float maxima[kWholeFours<H>], sums[kWholeFours<H>], squares[kWholeFours<H>];
+  store_all_maxima(tops, maxima);
+  Vec totals[H], square_totals[H];
+  for (int h = 0; h < H; h++) {
+    // Without any logit above -infinity the weights are 0, not NaN.
+    const float reference = maxima[h] == kMinusInfinity ? 0.0f : maxima[h];
+    const Vec offset = broadcast(kAccurate ? reference : -reference * kLog2E);
+    float* weights = weights_of(row, page, head + h);
+    totals[h] = square_totals[h] = broadcast(0.0f);
+    for (int t = 0; t < page_size; t += kWidth) {
+      const Vec logit = load(logits + h * stride + t);
+      const Vec weight =
+          kAccurate ? exp_of_nonpositive(logit - offset) : exp2_of_nonpositive(fma(logit, broadcast(kLog2E), offset));
+      store(weights + t, weight);
+      totals[h] = totals[h] + weight;
+      square_totals[h] = fma(weight, weight, square_totals[h]);
+    }
+  }
+  store_all_sums(totals, sums);
+  store_all_sums(square_totals, squares);
+  for (int h = 0; h < H; h++) {
+    const ptrdiff_t at = ptrdiff_t(head + h) * row.state.page_stride + page;
+    row.state.maxima[at] = maxima[h];
+    row.state.sums[at] = sums[h];
+    row.state.squares[at] = squares[h];
+  }
+}
+
+// The query times the steps of a page's channels, rounded. Returns var_K of each head in `variances`.
+template <int kBits, int H>
+VERA_INLINE void fold_query(const uint8_t* part, const float* query, int head_dim, float* unrounded, const Folded& folded,
+                            float* variances) {
+  const Half* steps = halves(part + kSketchHeaderBytes);
+  const Half* mids = steps + head_dim;
+  Vec tops[H], offsets[H], squares[H];
+  for (int h = 0; h < H; h++) tops[h] = offsets[h] = squares[h] = broadcast(0.0f);
+  for (int c = 0; c < head_dim; c += kWidth) {
+    const Vec step = load(steps + c), mid = load(mids + c);
+    for (int h = 0; h < H; h++) {
+      const Vec q = load(query + h * head_dim + c), factor = q * step;
+      store(unrounded + h * kMaxHeadDim + c, factor);
+      tops[h] = larger(tops[h], absolute(factor));
+      squares[h] = fma(factor, factor, squares[h]);
+      offsets[h] = fma(q, mid, offsets[h]);
+    }
+  }
+  round_factors<kBits, H>(unrounded, head_dim, tops, offsets, folded);
+  store_all_sums(squares, variances);
+  for (int h = 0; h < H; h++) variances[h] *= 1.0f / 12.0f;
+}
+
+template <int kBits, int H, int V>
+VERA_INLINE void key_products(const uint8_t* levels, const uint8_t* next, const Shape& shape, const Folded& folded, int token,
+                              float* logits, Vec (&tops)[H]) {
+  const int rows = shape.head_dim * kBits / 32;
+  for (; token + V * kWidth <= shape.page_size; token += V * kWidth) {
+    Vec sums[H][V];
+    products<kBits, H, V>(levels + 4 * token, next + 4 * token, 4 * shape.page_size, rows, folded, sums);
+    for (int h = 0; h < H; h++) {
+      const Vec scale = broadcast(folded.scales[h]), offset = broadcast(folded.offsets[h]);
+      for (int v = 0; v < V; v++) {
+        const Vec logit = fma(sums[h][v], scale, offset);
+        store(logits + h * shape.page_size + token + v * kWidth, logit);
+        tops[h] = larger(tops[h], logit);
+      }
+    }
+  }
+  if constexpr (V > 1) key_products<kBits, H, V / 2>(levels, next, shape, folded, token, logits, tops);
+}
+
+// Up to kFoldedPages pages of a list, from `begin` on.
+template <int kBits, int H>
+void logits_by_sketch(const TieredRow& row, const Memory& memory, const int* list, int begin, int count, int head) {
+  const Shape& shape = row.shape;
+  const int end = least(begin + kFoldedPages, count), head_bytes = kSketchHeaderBytes + 4 * shape.head_dim;
+  const auto next_of = [&](int i) { return page_of(row, list[least(i + kFoldedPages, count - 1)]).sketch.keys; };
+  for (int i = begin; i < end; i++) {
+    const uint8_t* part = page_of(row, list[i]).sketch.keys;
+    prefetch_bytes(next_of(i), head_bytes);
+    float header[2], variances[kWholeFours<H>];
+    __builtin_memcpy(header, part, sizeof header);
+    fold_query<kBits, H>(part, memory.query + ptrdiff_t(head) * shape.head_dim, shape.head_dim, memory.unrounded,
+                         memory.folded(i - begin), variances);
+    row.state.nu[list[i]] = header[0];
+    for (int h = 0; h < H; h++)
+      row.state.variance[ptrdiff_t(head + h) * row.state.page_stride + list[i]] = variances[h] * header[0] * header[0] + header[1];
+  }
+  for (int i = begin; i < end; i++) {
+    const uint8_t* levels = page_of(row, list[i]).sketch.keys + head_bytes;
+    float* logits = weights_of(row, list[i], head);
+    Vec tops[H];
+    for (int h = 0; h < H; h++) tops[h] = broadcast(kMinusInfinity);
+    key_products<kBits, H, level_vectors(H)>(levels, next_of(i) + head_bytes, shape, memory.folded(i - begin), 0, logits, tops);
+    weigh<H, false>(row, list[i], head, logits, shape.page_size, tops);
+  }
+}
+
+template <class T, int H>
+void exact_logits(const TieredRow& row, const Memory& memory, int page, const void* next, int head) {
+  const Shape& shape = row.shape;
+  const TieredPage& tiered = page_of(row, page);
+  const int tokens = tokens_of(row, page);
+  page_logits<T, H, block_vectors(H)>(static_cast<const T*>(tiered.exact.keys), static_cast<const T*>(next),
+                                      memory.packed + ptrdiff_t(head) * shape.head_dim, shape, 0, tokens, memory.weights);
+  Vec tops[H];
+  for (int h = 0; h < H; h++) {
+    float* line = memory.weights + h * kMaxPageSize;
+    // Logits of tokens that were never written were not computed.
+    mask_row(line, 0, tokens, shape.page_size);
+    tops[h] = load(line);
+    for (int t = kWidth; t < shape.page_size; t += kWidth) tops[h] = larger(tops[h], load(line + t));
+  }
+  weigh<H, true>(row, page, head, memory.weights, kMaxPageSize, tops);
+}
+
+template <class T>
+using ExactLogits = void (*)(const TieredRow&, const Memory&, int page, const void* next, int head);
+template <class T>
+constexpr ExactLogits<T> kExactLogits[] = {nullptr,
+                                           exact_logits<T, 1>,
+                                           exact_logits<T, 2>,
+                                           exact_logits<T, 3>,
+                                           exact_logits<T, 4>,
+                                           exact_logits<T, 5>,
+                                           exact_logits<T, 6>,
+                                           exact_logits<T, 7>,
+                                           exact_logits<T, 8>};
+
+// `next` are the keys or values read after this page.
+template <class T>
+void exact_page(const TieredRow& row, const Memory& memory, int page, const void* next) {
+  for_each_pass(row.shape.group, [&](int head, int heads) { kExactLogits<T>[heads](row, memory, page, next, head); });
+  const TieredPage& tiered = page_of(row, page);
+  float nu = 0.0f;
+  if (has_sketch(tiered)) __builtin_memcpy(&nu, tiered.sketch.keys, sizeof nu);
+  row.state.nu[page] = nu;
+  for (int h = 0; h < row.shape.group; h++) row.state.variance[ptrdiff_t(h) * row.state.page_stride + page] = 0.0f;
+}
+
+using SketchWork = void (*)(const TieredRow&, const Memory&, const int* list, int begin, int count, int head);
+constexpr SketchWork kLogitsBySketch[] = {nullptr,
+                                          logits_by_sketch<4, 1>,
+                                          logits_by_sketch<4, 2>,
+                                          logits_by_sketch<4, 3>,
+                                          logits_by_sketch<4, 4>,
+                                          logits_by_sketch<4, 5>,
+                                          logits_by_sketch<4, 6>,
+                                          logits_by_sketch<4, 7>,
+                                          logits_by_sketch<4, 8>};
+
+// Does `work` for all pages of the list and all heads; only 4 bits have kernels for several heads at a time.
+VERA_INLINE void for_each_sketch(const TieredRow& row, const Memory& memory, const int* list, int count,
+                                 const SketchWork (&four_bits)[9], SketchWork two_bits, SketchWork eight_bits) {
+  for (int begin = 0; begin < count; begin += kFoldedPages) {
+    if (row.sketch_bits == 4) {
+      for_each_pass(row.shape.group, [&](int head, int heads) { four_bits[heads](row, memory, list, begin, count, head); });
+    } else {
+      for (int head = 0; head < row.shape.group; head++)
+        (row.sketch_bits == 2 ? two_bits : eight_bits)(row, memory, list, begin, count, head);
+    }
+  }
+}
+
+void pack_query(const TieredRow& row, const Memory& memory) {
+  const int head_dim = row.shape.head_dim;
+  for (int head = 0; head < row.shape.group; head++)
+    for (int c = 0; c < head_dim; c++)
+      memory.query[head * head_dim + c] = row.query[head * row.head_stride + c] * row.options.scale;
+  for_each_pass(row.shape.group, [&](int first, int heads) {
+    for (int h = 0; h < heads; h++)
+      for (int c = 0; c < head_dim; c++)
+        memory.packed[first * head_dim + c * heads + h] = memory.query[(first + h) * head_dim + c];
+  });
+}
+
+template <class T>
+void logits(const TieredRow& row, int first, int end) {
+  const Memory memory = divide(row);
+  pack_query(row, memory);
+  int by_sketch = 0, exact = 0;
+  for (int page = first; page < end; page++) {
+    const TieredPage& tiered = page_of(row, page);
+    const bool sketched = has_sketch(tiered) && (row.probe || !tiered.has_slot);
+    row.state.service[page] = {sketched, false, false, false};
+    if (sketched)
+      memory.by_sketch[by_sketch++] = page;
+    else
+      memory.exact[exact++] = page;
+    if (!sketched && has_sketch(tiered)) prefetch(tiered.sketch.keys);
+  }
+  for_each_sketch(row, memory, memory.by_sketch, by_sketch, kLogitsBySketch, logits_by_sketch<2, 1>, logits_by_sketch<8, 1>);
+  for (int i = 0; i < exact; i++) {
+    const void* next = i + 1 < exact ? page_of(row, memory.exact[i + 1]).exact.keys : page_of(row, memory.exact[0]).exact.values;
+    exact_page<T>(row, memory, memory.exact[i], next);
+  }
+}
+
+// ---- from weights to masses, hits and what is left out
+
+VERA_INLINE float sum_over_pages(const float* x, int stride) {
+  Vec total = broadcast(0.0f);
+  for (int i = 0; i < stride; i += kWidth) total = total + load(x + i);
+  return sum(total);
+}
+
+// Pages that fill up the last vector take part in nothing.
+void pad(const TieredRow& row) {
+  const TieredState& state = row.state;
+  for (int page = row.num_pages; page < state.page_stride; page++) {
+    state.nu[page] = 0.0f;
+    for (int h = 0; h < row.shape.group; h++) {
+      const int at = h * state.page_stride + page;
+      state.maxima[at] = kMinusInfinity;
+      state.sums[at] = state.squares[at] = state.variance[at] = 0.0f;
+    }
+  }
+}
+
+// Brings the pages' weights together to one softmax: masses, factors, errors and totals.
+void combine(const TieredRow& row) {
+  const TieredState& state = row.state;
+  const int stride = state.page_stride;
+  for (int page = 0; page < stride; page++) state.peaks[page] = 0.0f;
+  for (int h = 0; h < row.shape.group; h++) {
+    const float* maxima = state.maxima + h * stride;
+    const float* sums = state.sums + h * stride;
+    float* factors = state.factors + h * stride;
+    float* masses = state.masses + h * stride;
+    float* errors = state.errors + h * stride;
+    Vec tops = load(maxima);
+    for (int i = kWidth; i < stride; i += kWidth) tops = larger(tops, load(maxima + i));
+    float top = largest(tops), total = 0.0f;
+    if (row.sinks != nullptr) {
+      top = row.sinks[h] > top ? row.sinks[h] : top;
+      total = exp_of_nonpositive(row.sinks[h] - top);
+    }
+    const Vec reference = broadcast(top == kMinusInfinity ? 0.0f : top);
+    Vec totals = broadcast(0.0f);
+    for (int i = 0; i < stride; i += kWidth) {
+      const Vec factor = exp_of_nonpositive(load(maxima + i) - reference);
+      store(factors + i, factor);
+      totals = fma(factor, load(sums + i), totals);
+    }
+    total += sum(totals);
+    state.totals[h] = total;
+    const Vec inverse = broadcast(1.0f / total);
+    for (int i = 0; i < stride; i += kWidth) {
+      const Vec share = load(factors + i) * inverse;
+      const Vec mass = share * load(sums + i);
+      store(masses + i, mass);
+      store(state.peaks + i, larger(mass, load(state.peaks + i)));
+      store(errors + i, share * share * load(state.squares + h * stride + i) * load(state.variance + h * stride + i));
+    }
+  }
+}
+
+// The mean of nu over the pages that have a sketch.
+float norm_of(const TieredRow& row) {
+  int count = 0;
+  for (int page = 0; page < row.num_pages; page++) count += has_sketch(page_of(row, page));
+  return count == 0 ? 0.0f : sum_over_pages(row.state.nu, row.state.page_stride) / float(count);
+}
+
+// Restores the order of a heap of pages below `root`: the largest error at the top, of equal ones the first page.
+void sift(const float* errors, int* heap, int count, int root) {
+  const auto before = [errors](int a, int b) { return errors[a] > errors[b] || (errors[a] == errors[b] && a < b); };
+  for (int child; (child = 2 * root + 1) < count; root = child) {
+    if (child + 1 < count && before(heap[child + 1], heap[child])) child++;
+    if (!before(heap[child], heap[root])) return;
+    const int page = heap[root];
+    heap[root] = heap[child];
+    heap[child] = page;
+  }
+}
+
+// Lists the pages with the largest errors of one head, until the sum of the others is at most `rest`: those that may still be hit.
+// Returns their number.
+int largest_errors(const TieredRow& row, const float* errors, double rest, int* heap, int* chosen) {
+  int count = 0, taken = 0;
+  double sum = 0;
+  for (int page = 0; page < row.num_pages; page++)
+    if (row.state.service[page].by_sketch && !row.state.service[page].hit) {
+      heap[count++] = page;
+      sum += double(errors[page]);
+    }
+  for (int i = count / 2 - 1; i >= 0; i--) sift(errors, heap, count, i);
+  while (count > 0 && sum > rest) {
+    chosen[taken++] = heap[0];
+    sum -= double(errors[heap[0]]);
+    heap[0] = heap[--count];
+    sift(errors, heap, count, 0);
+  }
+  return taken;
+}
+
+// Step 3, once: marks the pages that are hit and reads those of them exactly that are not cold. Returns whether there were any.
+template <class T>
+bool hit(const TieredRow& row, float norm) {
+  const TieredState& state = row.state;
+  const Memory memory = divide(row);
+  const double allowed = double(row.tolerance) * double(norm);
+  bool any = false;
+  for (int h = 0; h < row.shape.group; h++) {
+    const float* errors = state.errors + h * state.page_stride;
+    double open = 0;
+    float total = sum_over_pages(errors, state.page_stride);
+    if (!(double(total) > 0.999 * allowed * allowed)) continue;
+    for (int page = 0; page < row.num_pages; page++)
+      if (!state.service[page].hit) open += double(errors[page]);
+    if (!(open > allowed * allowed)) continue;
+    const int count = largest_errors(row, errors, allowed * allowed / 4, memory.by_sketch, memory.exact);
+    for (int i = 0; i < count; i++) state.service[memory.exact[i]].chosen = true;
+    any = any || count > 0;
+  }
+  if (!any) return false;
+  bool changed = false;
+  for (int page = 0; page < row.num_pages; page++) {
+    PageService& service = state.service[page];
+    if (!service.chosen) continue;
+    service.chosen = false;
+    service.hit = true;
+    const TieredPage& tiered = page_of(row, page);
+    if (tiered.exact.keys == nullptr) continue;
+    exact_page<T>(row, memory, page, tiered.exact.values);
+    service.by_sketch = false;
+    changed = true;
+  }
+  return changed;
+}
+
+// Step 4: leaves out values of pages that cost little, as many as the budget allows. The pages' cost is cut at the largest one of
+// some hundred geometric steps for which no head spends more than the budget.
+void leave_out(const TieredRow& row, float budget) {
+  const TieredState& state = row.state;
+  const int stride = state.page_stride;
+  if (!(budget > 0.0f)) return;
+  for (int i = 0; i < stride; i += kWidth) store(state.costs + i, load(state.peaks + i) * load(state.nu + i));
+  for (int page = 0; page < row.num_pages; page++)
+    if (!has_sketch(page_of(row, page))) state.costs[page] = __builtin_inff();
+  for (int page = row.num_pages; page < stride; page++) state.costs[page] = __builtin_inff();
+  const Vec zero = broadcast(0.0f);
+  const auto fits = [&](float limit) {
+    const Vec cut = broadcast(limit);
+    for (int h = 0; h < row.shape.group; h++) {
+      Vec spent = zero;
+      for (int i = 0; i < stride; i += kWidth) {
+        const Vec cost = load(state.masses + h * stride + i) * load(state.nu + i);
+        spent = spent + select_less(load(state.costs + i), cut, cost, zero);
+      }
+      if (!(sum(spent) <= budget)) return false;
+    }
+    return true;
+  };
+  // Floats above 0 are ordered as their bits.
+  const auto as_bits = [](float x) {
+    int32_t bits;
+    __builtin_memcpy(&bits, &x, sizeof bits);
+    return bits;
+  };
+  const auto as_float = [](int32_t bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
+  };
+  float limit = budget;
+  if (!fits(limit)) {
+    int32_t low = as_bits(budget * 0x1p-20f), high = as_bits(budget);
+    if (!fits(as_float(low))) return;
+    for (int step = 0; step < 8; step++) {
+      const int32_t middle = low + (high - low) / 2;
+      (fits(as_float(middle)) ? low : high) = middle;
+    }
+    limit = as_float(low);
+  }
+  for (int page = 0; page < row.num_pages; page++) state.service[page].left_out = state.costs[page] < limit;
+}
+
+// The heads' errors relative to the norm, values left out counted in.
+void sum_up(const TieredRow& row, float norm) {
+  const TieredState& state = row.state;
+  TieredOutcome outcome{};
+  for (int h = 0; h < row.shape.group; h++) {
+    const float* masses = state.masses + h * state.page_stride;
+    double skipped = 0;
+    for (int page = 0; page < row.num_pages; page++)
+      if (state.service[page].left_out) skipped += double(masses[page]) * double(state.nu[page]);
+    const double variance = double(sum_over_pages(state.errors + h * state.page_stride, state.page_stride));
+    const double error = norm > 0 ? (__builtin_sqrt(variance) + skipped) / double(norm) : 0.0;
+    outcome.error_sum += error;
+    if (!(error <= outcome.largest_error)) outcome.largest_error = error;
+  }
+  *row.outcome = outcome;
+}
+
+template <class T>
+void select(const TieredRow& row) {
+  pad(row);
+  const float norm = norm_of(row);
+  do combine(row);
+  while (hit<T>(row, norm));
+  if (row.probe) return;
+  leave_out(row, row.skip_share * row.tolerance * norm);
+  sum_up(row, norm);
+}
+
+// ---- values
+
+VERA_INLINE float* partial_of(const TieredRow& row, int page) {
+  const ptrdiff_t span = ptrdiff_t(page) * row.shape.page_size / kSpanTokens;
+  return row.state.partials + span * ptrdiff_t(tiered_partial_floats(row.shape));
+}
+
+// A page's weights times the steps of its tokens, rounded.
+template <int kBits, int H>
+VERA_INLINE void fold_weights(const TieredRow& row, int page, int head, float* unrounded, const Folded& folded) {
+  const int page_size = row.shape.page_size;
+  const Half* steps = halves(page_of(row, page).sketch.values);
+  const Half* mids = steps + page_size;
+  const float* weights = weights_of(row, page, head);
+  Vec tops[H], offsets[H];
+  for (int h = 0; h < H; h++) tops[h] = offsets[h] = broadcast(0.0f);
+  for (int t = 0; t < page_size; t += kWidth) {
+    const Vec step = load(steps + t), mid = load(mids + t);
+    for (int h = 0; h < H; h++) {
+      const Vec weight = load(weights + h * page_size + t), factor = weight * step;
+      store(unrounded + h * kMaxHeadDim + t, factor);
+      tops[h] = larger(tops[h], factor);
+      offsets[h] = fma(weight, mid, offsets[h]);
+    }
+  }
+  round_factors<kBits, H>(unrounded, page_size, tops, offsets, folded);
+}
+
+template <int kBits, int H, int V>
+VERA_INLINE void value_products(const uint8_t* levels, const uint8_t* next, const Shape& shape, const Folded& folded,
+                                const float* scales, int dim, float* output) {
+  const int rows = shape.page_size * kBits / 32;
+  for (; dim + V * kWidth <= shape.head_dim; dim += V * kWidth) {
+    Vec sums[H][V];
+    products<kBits, H, V>(levels + 4 * dim, next + 4 * dim, 4 * shape.head_dim, rows, folded, sums);
+    for (int h = 0; h < H; h++) {
+      const Vec scale = broadcast(scales[h]);
+      float* line = output + h * shape.head_dim + dim;
+      for (int v = 0; v < V; v++) store(line + v * kWidth, fma(sums[h][v], scale, load(line + v * kWidth)));
+    }
+  }
+  if constexpr (V > 1) value_products<kBits, H, V / 2>(levels, next, shape, folded, scales, dim, output);
+}
+
+// What is fetched while the values of a list's page `i` are worked on: those of a later page, then keys of the next row.
+VERA_INLINE const uint8_t* after_values(const TieredRow& row, const int* list, int i, int count) {
+  if (i + kFoldedPages < count) return page_of(row, list[i + kFoldedPages]).sketch.values;
+  const uint8_t* own = page_of(row, list[i]).sketch.values;
+  const int index = i + kFoldedPages - count;
+  if (index >= row.num_next_pages) return own;
+  const TieredPage& page = row.next_pages[index * row.page_stride];
+  return page.has_slot || !has_sketch(page) ? own : page.sketch.keys;
+}
+
+template <int kBits, int H>
+void values_by_sketch(const TieredRow& row, const Memory& memory, const int* list, int begin, int count, int head) {
+  const Shape& shape = row.shape;
+  const int end = least(begin + kFoldedPages, count), head_bytes = 4 * shape.page_size;
+  for (int i = begin; i < end; i++) {
+    prefetch_bytes(after_values(row, list, i, count), head_bytes);
+    fold_weights<kBits, H>(row, list[i], head, memory.unrounded, memory.folded(i - begin));
+  }
+  for (int i = begin; i < end; i++) {
+    const uint8_t* levels = page_of(row, list[i]).sketch.values + head_bytes;
+    float* partial = partial_of(row, list[i]);
+    const Folded folded = memory.folded(i - begin);
+    float scales[H];
+    for (int h = 0; h < H; h++) {
+      const float factor = row.state.factors[ptrdiff_t(head + h) * row.state.page_stride + list[i]];
+      scales[h] = folded.scales[h] * factor;
+      partial[ptrdiff_t(shape.group) * shape.head_dim + head + h] += folded.offsets[h] * factor;
+    }
+    value_products<kBits, H, level_vectors(H)>(levels, after_values(row, list, i, count) + head_bytes, shape, folded, scales, 0,
+                                               partial + ptrdiff_t(head) * shape.head_dim);
+  }
+}
+
+template <class T, int H>
+void exact_values(const TieredRow& row, const Memory& memory, int page, const void* next, int head) {
+  const Shape& shape = row.shape;
+  const int tokens = tokens_of(row, page);
+  for (int h = 0; h < H; h++) {
+    const Vec factor = broadcast(row.state.factors[ptrdiff_t(head + h) * row.state.page_stride + page]);
+    const float* weights = weights_of(row, page, head + h);
+    for (int t = 0; t < shape.page_size; t += kWidth) store(memory.weights + h * kMaxPageSize + t, load(weights + t) * factor);
+  }
+  page_values<T, H, block_vectors(H)>(static_cast<const T*>(page_of(row, page).exact.values), static_cast<const T*>(next),
+                                      memory.weights, shape.head_dim, 0, tokens,
+                                      partial_of(row, page) + ptrdiff_t(head) * shape.head_dim);
+}
+
+template <class T>
+constexpr ExactLogits<T> kExactValues[] = {nullptr,
+                                           exact_values<T, 1>,
+                                           exact_values<T, 2>,
+                                           exact_values<T, 3>,
+                                           exact_values<T, 4>,
+                                           exact_values<T, 5>,
+                                           exact_values<T, 6>,
+                                           exact_values<T, 7>,
+                                           exact_values<T, 8>};
+
+constexpr SketchWork kValuesBySketch[] = {nullptr,
+                                          values_by_sketch<4, 1>,
+                                          values_by_sketch<4, 2>,
+                                          values_by_sketch<4, 3>,
+                                          values_by_sketch<4, 4>,
+                                          values_by_sketch<4, 5>,
+                                          values_by_sketch<4, 6>,
+                                          values_by_sketch<4, 7>,
+                                          values_by_sketch<4, 8>};
+
+template <class T>
+void values(const TieredRow& row, int first, int end) {
+  const Memory memory = divide(row);
+  const int pages_of_span = kSpanTokens / row.shape.page_size;
+  const ptrdiff_t partial_floats = ptrdiff_t(tiered_partial_floats(row.shape));
+  for (ptrdiff_t i = first * partial_floats; i < end * partial_floats; i++) row.state.partials[i] = 0.0f;
+  int by_sketch = 0, exact = 0;
+  for (int page = first * pages_of_span; page < least(end * pages_of_span, row.num_pages); page++) {
+    const PageService& service = row.state.service[page];
+    if (service.left_out) continue;
+    if (service.by_sketch)
+      memory.by_sketch[by_sketch++] = page;
+    else
+      memory.exact[exact++] = page;
+  }
+  for (int i = 0; i < exact; i++) {
+    const int page = memory.exact[i];
+    const void* next = page_of(row, memory.exact[least(i + 1, exact - 1)]).exact.values;
+    for_each_pass(row.shape.group, [&](int head, int heads) { kExactValues<T>[heads](row, memory, page, next, head); });
+  }
+  for_each_sketch(row, memory, memory.by_sketch, by_sketch, kValuesBySketch, values_by_sketch<2, 1>, values_by_sketch<8, 1>);
+}
+
+void merge(const TieredRow& row) {
+  const int head_dim = row.shape.head_dim, group = row.shape.group;
+  const int spans = (row.num_pages * row.shape.page_size + kSpanTokens - 1) / kSpanTokens;
+  const ptrdiff_t partial_floats = ptrdiff_t(tiered_partial_floats(row.shape));
+  for (int h = 0; h < group; h++) {
+    float* output = row.output + ptrdiff_t(h) * head_dim;
+    for (int c = 0; c < head_dim; c++) output[c] = 0.0f;
+    float offset = 0.0f;
+    for (int span = 0; span < spans; span++) {
+      const float* partial = row.state.partials + span * partial_floats;
+      for (int c = 0; c < head_dim; c++) output[c] += partial[ptrdiff_t(h) * head_dim + c];
+      offset += partial[ptrdiff_t(group) * head_dim + h];
+    }
+    const float inverse = 1.0f / row.state.totals[h];
+    for (int c = 0; c < head_dim; c++) output[c] = (output[c] + offset) * inverse;
+  }
+}
+
+constexpr TieredKernels kTiered = {
+    {logits<Half>, logits<BFloat16>, logits<float>},
+    {select<Half>, select<BFloat16>, select<float>},
+    {values<Half>, values<BFloat16>, values<float>},
+    merge,
+};
+
+}  // namespace
+
+const TieredKernels& tiered_kernels() { return kTiered; }
+
+}  // namespace VERA_ISA
+}  // namespace vera
