@@ -478,6 +478,7 @@ bool hit(const TieredRow& row, float norm) {
     any = any || count > 0;
   }
   if (!any) return false;
+  pack_query(row, memory);  // this thread's scratch may hold another row's
   bool changed = false;
   for (int page = 0; page < row.num_pages; page++) {
     PageService& service = state.service[page];

@@ -1,4 +1,4 @@
-"""The command line: `vera generate | chat | demo | bench | models`.
+"""The command line: `vera generate | chat | demo | inspect | fidelity | bench | models`.
 
 Answers and JSON go to stdout, everything else to stderr. Exit codes: 0 done, 1 it could not be done, 2 wrong usage.
 """
@@ -10,15 +10,18 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from vera.config import CacheConfig
-from vera.errors import ConfigError, RequestError, VeraError
+from vera.errors import ConfigError, RequestError, UnsupportedModel, VeraError
 from vera.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,6 +45,13 @@ _stderr = Console(stderr=True)
 Model = Annotated[str, typer.Option("--model", "-m", help="A Hugging Face folder, a .gguf file, or `embedded`.")]
 CacheRatio = Annotated[float, typer.Option("--cache-max-size-ratio", help="Share of available memory that the cache may take.")]
 CacheBytes = Annotated[int | None, typer.Option("--cache-max-bytes", help="The cache's ceiling in bytes, instead of the ratio.")]
+Cache = Annotated[str, typer.Option("--cache", help="`native` (every page exact in fast memory) or `adaptive`.")]
+CacheSet = Annotated[
+    list[str] | None, typer.Option("--set", help="Another cache setting, such as attention_tolerance=0.05; repeatable.")
+]
+AdaptiveSet = Annotated[
+    list[str] | None, typer.Option("--set", help="Adaptive: a cache setting such as attention_tolerance=0.05; repeatable.")
+]
 PageDtype = Annotated[str, typer.Option("--page-dtype", help="How the cache stores: float16, bfloat16 or float32.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="Threads to compute with; all cores if not given.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens to generate.")]
@@ -76,17 +86,19 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message: use the chat template.")] = False,
+    cache: Cache = "native",
     cache_max_size_ratio: CacheRatio = 0.6,
     cache_max_bytes: CacheBytes = None,
     page_dtype: PageDtype = "float16",
+    cache_set: CacheSet = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text (or, with --chat, answer a message)."""
     params = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
-    cache = CacheConfig(cache_max_size_ratio=cache_max_size_ratio, cache_max_bytes=cache_max_bytes, page_dtype=page_dtype)
+    config = _cache(cache, cache_max_size_ratio, cache_max_bytes, page_dtype, cache_set)
     text = _read_stdin() if prompt == "-" else prompt
-    with _llm(model, cache, threads) as llm:
+    with _llm(model, config, threads) as llm:
         if as_json:
             output = (llm.chat([{"role": "user", "content": text}], params) if chat else llm.generate(text, params))[0]
             answer = output.completions[0]
@@ -98,6 +110,7 @@ def generate(
                     "prompt_tokens": len(output.prompt_token_ids),
                     "completion_tokens": len(answer.token_ids),
                     "cached_tokens": output.num_cached_tokens,
+                    "cache_use": asdict(answer.cache_use) if answer.cache_use is not None else None,
                 }
             )
             error = answer.error
@@ -123,17 +136,19 @@ def chat(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Seed = None,
+    cache: Cache = "native",
     cache_max_size_ratio: CacheRatio = 0.6,
     cache_max_bytes: CacheBytes = None,
     page_dtype: PageDtype = "float16",
+    cache_set: CacheSet = None,
     threads: Threads = None,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /reset begins a new conversation; /exit, Ctrl-D or Ctrl-C at the prompt ends."""
     params = _sampling(max_tokens, temperature, top_p, top_k, seed, None)
-    cache = CacheConfig(cache_max_size_ratio=cache_max_size_ratio, cache_max_bytes=cache_max_bytes, page_dtype=page_dtype)
+    config = _cache(cache, cache_max_size_ratio, cache_max_bytes, page_dtype, cache_set)
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
-    with _llm(model, cache, threads) as llm:
+    with _llm(model, config, threads) as llm:
         while (line := _ask()) is not None:
             if line == "/reset":
                 messages = list(opening)
@@ -158,10 +173,11 @@ def demo(
     model: Model = "embedded",
     context: Annotated[int, typer.Option("--context", help="Tokens of the document.")] = 7000,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of each answer.")] = 64,
+    cache_set: AdaptiveSet = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask several questions about one long document at the same time, and see what it cost."""
+    """Ask several questions about one long document, with a native and an adaptive cache, and see what both cost."""
     from vera.demo import run_demo
 
     with _status("loading the model"):
@@ -169,10 +185,99 @@ def demo(
 
         loaded = load_model(model)
     result = run_demo(
-        loaded, context=context, max_tokens=max_tokens, num_threads=threads, console=_stderr if as_json else Console()
+        loaded,
+        context=context,
+        max_tokens=max_tokens,
+        num_threads=threads,
+        console=_stderr if as_json else Console(),
+        adaptive=_settings(cache_set or []),
     )
     if as_json:
         _print_json(result)
+
+
+@app.command("inspect")
+def inspect_command(
+    model: Model = "embedded",
+    text: Annotated[str, typer.Option("--text", help="prose, code, chat, or a file: what is read.")] = "prose",
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of the text that are read.")] = 4000,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens that are then written, greedily.")] = 128,
+    cache_max_size_ratio: CacheRatio = 0.6,
+    cache_max_bytes: CacheBytes = None,
+    page_dtype: PageDtype = "float16",
+    cache_set: CacheSet = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Draw into this file too; needs the extra `plots`.")] = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a text through an adaptive cache and see its tiers, heat, hits and errors."""
+    config = _cache("adaptive", cache_max_size_ratio, cache_max_bytes, page_dtype, cache_set)
+    with _status("loading the model"):
+        from vera.bench.texts import check_text, text_tokens
+        from vera.inspection import check_picture, draw, inspect_cache, save_picture
+        from vera.models import load_model
+
+        check_text(text)
+        if png is not None:
+            check_picture(png)
+        loaded = load_model(model)
+    if loaded.tokenizer is None:
+        raise UnsupportedModel(f"{loaded.spec.name} has no tokenizer, so it cannot read a text; name another model")
+    prompt = text_tokens(loaded.tokenizer, text, context)
+    with _bar("tokens", context + tokens - 1) as move:
+        inspection = inspect_cache(loaded, prompt, tokens=tokens, cache=config, num_threads=threads, progress=move)
+    draw(inspection, _stderr if as_json else Console())
+    if png is not None:
+        save_picture(inspection, png)
+    if as_json:
+        _print_json(inspection.to_dict())
+
+
+@app.command()
+def fidelity(
+    model: Model = "embedded",
+    text: Annotated[str, typer.Option("--text", help="prose, code, chat, or a file.")] = "prose",
+    context: Annotated[int, typer.Option("--context", help="Tokens of the text that are the prompt.")] = 7700,
+    tokens: Annotated[int, typer.Option("--tokens", help="Decode steps, each given the text's next token.")] = 384,
+    cache: Annotated[str, typer.Option("--cache", help="adaptive, exact, or native.")] = "adaptive",
+    tolerance: Annotated[float, typer.Option("--tolerance", help="Sets attention_tolerance.")] = 0.02,
+    hot_score_threshold: Annotated[float, typer.Option("--hot-score-threshold", help="Heat from which a page is hot.")] = 0.70,
+    sketch_bits: Annotated[int, typer.Option("--sketch-bits", help="2, 4 or 8.")] = 4,
+    warm_store: Annotated[str, typer.Option("--warm-store", help="file, ram or none.")] = "file",
+    warm_bytes: Annotated[int | None, typer.Option("--warm-bytes", help="Most bytes of the warm store.")] = None,
+    page_dtype: PageDtype = "float16",
+    cache_set: CacheSet = None,
+    controls: Annotated[bool, typer.Option("--controls/--no-controls", help="Measure bf16, fp8 and bare sketches too.")] = True,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """How far a cache's answers drift from native's: the same text through both, token by token."""
+    from vera.bench.fidelity import FidelityBench, render_fidelity, run_fidelity
+
+    named = {
+        "attention_tolerance": tolerance,
+        "hot_score_threshold": hot_score_threshold,
+        "sketch_bits": sketch_bits,
+        "warm_store": warm_store,
+        "warm_bytes": warm_bytes,
+        "page_dtype": page_dtype,
+    }
+    result = run_fidelity(
+        FidelityBench(
+            model=model,
+            text=text,
+            context=context,
+            tokens=tokens,
+            cache=cache,
+            settings=CacheConfig.from_dict(named | _settings(cache_set or [])),
+            controls=controls,
+            num_threads=threads,
+        )
+    )
+    (_stderr if as_json else Console()).print(render_fidelity(result))
+    if as_json:
+        _print_json(result)
+    _complain(result["controls"])
 
 
 @app.command()
@@ -206,9 +311,7 @@ def bench_decode(
     cold_share: Annotated[
         float | None, typer.Option("--cold-share", help="Adaptive: limit the warm store so that this share of units is cold.")
     ] = None,
-    adaptive: Annotated[
-        list[str] | None, typer.Option("--set", help="Adaptive: a cache setting such as attention_tolerance=0.05; repeatable.")
-    ] = None,
+    adaptive: AdaptiveSet = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
@@ -276,6 +379,11 @@ def _sampling(
     )
 
 
+def _cache(mode: str, ratio: float, max_bytes: int | None, page_dtype: str, others: list[str] | None) -> CacheConfig:
+    settings = {"mode": mode, "cache_max_size_ratio": ratio, "cache_max_bytes": max_bytes, "page_dtype": page_dtype}
+    return CacheConfig.from_dict(settings | _settings(others or []))
+
+
 def _llm(model: str, cache: CacheConfig, threads: int | None) -> LLM:
     with _status("loading the model"):
         from vera.llm import LLM
@@ -291,6 +399,15 @@ def _status(text: str) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar where a person is watching; the callable takes how much is done."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_stderr, transient=True, disable=not _stderr.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, completed=done)
 
 
 def _read_stdin() -> str:
@@ -367,7 +484,12 @@ def _report(result: dict[str, Any], as_json: bool) -> None:
     (_stderr if as_json else Console()).print(render(result))
     if as_json:
         _print_json(result)
-    failed = [f"{name}: {run['failed']}" for name, run in result["runs"].items() if "failed" in run]
+    _complain(result["runs"])
+
+
+def _complain(runs: dict[str, Any]) -> None:
+    """A VeraError for the runs that failed, if any did."""
+    failed = [f"{name}: {run['failed']}" for name, run in runs.items() if "failed" in run]
     if failed:
         raise VeraError("; ".join(failed))
 

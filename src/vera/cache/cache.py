@@ -34,6 +34,8 @@ from vera.errors import ConfigError
 _LAYOUT_VERSION = "vera-pages-1"
 _WARM_CEILINGS = 4
 """The warm store's limit where none is given, in ceilings of the cache."""
+_ALL = 2**40
+"""More tokens or blocks than any sequence has."""
 _EXACT = -1.0
 """In `Tiers.tolerances`: serve the sequence exactly."""
 
@@ -79,6 +81,8 @@ class AdaptiveCache:
         statistics = 2 * 4 * max_sequences * shape.layers * shape.kv_heads * max_blocks if self.adaptive else 0
         self.pool = PagePool(shape, config, block_overhead_bytes=overhead, fixed_overhead_bytes=statistics)
         self.blocks = Blocks(self.pool.num_blocks)
+        self._inexact = np.zeros(self.pool.num_blocks, dtype=np.bool_)
+        """Sealed blocks whose keys and values were computed within bounds, or over such ones."""
         self._sequences: dict[str, Sequence] = {}
         self._salt = self._salt_of(identity)
         self._number = 0
@@ -234,20 +238,22 @@ class AdaptiveCache:
         if max(0, needed) + headroom * self.pool.block_bytes > self._available_bytes():
             self._give_back(found)
             return None
-        missing = 0 if state.tiered else self._blocks_for(len(token_ids)) - len(found)
-        fresh = self._allocate(missing)
+        state.blocks.extend(found)
+        self._sequences[sequence] = state  # what it reads is known from here on, and is not released to make room
+        fresh = self._allocate(0 if state.tiered else self._blocks_for(len(token_ids)) - len(found))
         if fresh is None:
+            del self._sequences[sequence]
             self._give_back(found)
             return None
-        state.blocks.extend(found)
         state.blocks.extend(fresh)
         state.sealed = len(found)
         state.num_computed = len(found) * self.config.page_size
+        if state.bounded:
+            state.exact_tokens = min(self._first_inexact(found) * self.config.page_size, state.prompt_tokens)
         if use is not None:
             state.use = use
         if not state.use.admitted:
             self._count_cached(state, found)
-        self._sequences[sequence] = state
         if state.tiered and self._keeper is not None:
             self._keeper.begin(state)
         return len(found) * self.config.page_size
@@ -295,7 +301,7 @@ class AdaptiveCache:
         if full > state.sealed and state.reuse:
             extend_hashes(state.hashes, self._salt, token_ids[: full * self.config.page_size], self.config.page_size)
             for i in range(state.sealed, full):
-                self._seal(state.blocks[i], state.hashes[i])
+                self._seal(state.blocks[i], state.hashes[i], exact=(i + 1) * self.config.page_size <= state.exact_tokens)
         state.sealed = max(state.sealed, full)
 
     def settle(self) -> None:
@@ -315,7 +321,7 @@ class AdaptiveCache:
             self.blocks.unseal(state.blocks)
         self._give_back(state.blocks)
 
-    def duplicate(self, sequence: str, copy: str) -> bool:
+    def duplicate(self, sequence: str, copy: str, *, use: CacheUse | None = None) -> bool:
         """`copy` becomes a sequence with the same content in blocks of its own. False: no room, nothing changed."""
         source = self._sequences[sequence]
         fresh = self.blocks.allocate(len(source.blocks)) if self._make_room_for_copy(source) else None
@@ -327,7 +333,11 @@ class AdaptiveCache:
             if not self.tables.copy(old, new):
                 self._give_back(fresh)
                 return False
-        state = Sequence(number=self._next_number(), reuse=False)
+        if not source.bounded and self.tables.lacks_exact_pages(fresh).any():
+            self._give_back(fresh)
+            return False
+        state = Sequence(number=self._next_number(), reuse=False, use=use or CacheUse())
+        state.exact_tokens = source.exact_tokens
         state.fidelity, state.tolerance, state.tiered = source.fidelity, source.tolerance, source.tiered
         state.prompt_tokens, state.num_computed = source.prompt_tokens, source.num_computed
         state.sealed, state.demoted = source.sealed, source.demoted
@@ -340,12 +350,37 @@ class AdaptiveCache:
                 self._keeper.inherit(source, state)
         return True
 
+    def truncate(self, sequence: str, num_tokens: int) -> int:
+        """Takes back what was computed after `num_tokens`, to a whole block; returns how many tokens are in the cache now.
+
+        Never more than there were. The blocks behind stay findable, as far as they were sealed.
+        """
+        state = self._sequences[sequence]
+        blocks = min(max(num_tokens, 0), state.num_computed) // self.config.page_size
+        dropped = state.blocks[blocks:]
+        del state.blocks[blocks:]
+        del state.hashes[blocks:]
+        state.sealed, state.demoted = min(state.sealed, blocks), min(state.demoted, max(1, blocks))
+        state.num_computed = blocks * self.config.page_size
+        self._give_back(dropped)
+        return state.num_computed
+
+    def num_exact_tokens(self, sequence: str) -> int:
+        """The sequence's first tokens whose keys and values are what a native cache would hold."""
+        state = self._sequences[sequence]
+        return min(state.exact_tokens, state.num_computed)
+
     def set_fidelity(self, sequence: str, fidelity: str) -> bool:
-        """How a running sequence is served from its next step on. False: it has cold pages, restore or preempt it first."""
+        """How a running sequence is served from its next step on. False: it has cold pages, restore or preempt it first.
+
+        What was computed within bounds stays as it is: `truncate` it to `num_exact_tokens` for an answer that is native's.
+        """
         _check_fidelity(fidelity)
         state = self._sequences[sequence]
         if fidelity != "bounded" and self.tables.lacks_exact_pages(state.block_ids).any():
             return False
+        if state.exact_tokens >= state.num_computed:
+            state.exact_tokens = state.num_computed if fidelity == "bounded" else _ALL
         state.fidelity = fidelity
         state.tiered = self._may_be_tiered(fidelity, len(state.blocks) * self.config.page_size)
         if state.tiered and self._keeper is not None:
@@ -524,6 +559,8 @@ class AdaptiveCache:
         """A sequence that has grown beyond `min_context` may be demoted from now on."""
         if self.adaptive and not state.tiered and self._may_be_tiered(state.fidelity, num_tokens):
             state.tiered = True
+            if state.bounded:
+                state.exact_tokens = min(state.exact_tokens, state.num_computed)
             assert self._keeper is not None
             self._keeper.begin(state)
 
@@ -537,8 +574,15 @@ class AdaptiveCache:
         """What is served exactly cannot use cold pages: from the first block that has any, it is computed anew."""
         if not exactly or not found or not self.adaptive:
             return found
-        lacking = np.flatnonzero(self.tables.lacks_exact_pages(found))
-        return found[: lacking[0]] if len(lacking) else found
+        count = self._first_inexact(found)
+        return found if count == _ALL else found[:count]
+
+    def _first_inexact(self, blocks: Listing[int]) -> int:
+        """Index of the first block that has cold pages or was computed within bounds; `_ALL`: there is none."""
+        if not blocks:
+            return _ALL
+        bad = np.flatnonzero(self.tables.lacks_exact_pages(blocks) | self._inexact[np.asarray(blocks, dtype=np.int64)])
+        return int(bad[0]) if len(bad) else _ALL
 
     def _count_cached(self, state: Sequence, found: Listing[int]) -> None:
         state.use.admitted = True
@@ -667,10 +711,11 @@ class AdaptiveCache:
         """These blocks are free: their content must never be read again."""
         self.tables.free(blocks)
 
-    def _seal(self, block: int, digest: bytes) -> None:
-        """Makes a block findable; in place of another one with the same content if that has lost pages."""
+    def _seal(self, block: int, digest: bytes, *, exact: bool) -> None:
+        """Makes a block findable; in place of another one with the same content if that has lost pages or is less exact."""
+        self._inexact[block] = not exact
         other = self.blocks.find_one(digest)
-        if other is not None and self.adaptive and self.tables.lacks_exact_pages([other]).any():
+        if other is not None and self.adaptive and exact and self._first_inexact([other]) == 0:
             freed = self.blocks.supersede(block, digest)
             if freed is not None:
                 self._empty([freed])
@@ -713,11 +758,17 @@ class AdaptiveCache:
             errors=torch.zeros(len(states), 3, dtype=torch.float64),
         )
         return self._tiers_with(
-            [state.tolerance if state.bounded else _EXACT for state in states],
+            [self._tolerance(span, state) for span, state in zip(spans, states, strict=True)],
             probes,
             [state.row if state.row is not None else 0 for state in states],
             report,
         )
+
+    def _tolerance(self, span: Span, state: Sequence) -> float:
+        """A prompt is read exactly to its last token, unless it begins with cold pages."""
+        if not state.bounded or (span.start < state.exact_tokens and span.stop - span.start == 1):
+            return _EXACT
+        return state.tolerance
 
     def _probes(self, span: Span, state: Sequence) -> int:
         """How many of the span's tokens are among the last of their prompt."""

@@ -185,11 +185,15 @@ class Housekeeper:
             warm = own[own[:, 4] == 0]
             if len(warm):
                 self._make_way(state, len(warm))
-                blocks = state.block_ids[warm[:, 3]]
-                self.stats.hit_promotions += self._tables.promote(blocks, warm[:, 1], warm[:, 2])
+                pages = np.column_stack([state.block_ids[warm[:, 3]], warm[:, 1:3]])
+                self.stats.hit_promotions += self._tables.promote(pages[:, 0], pages[:, 1], pages[:, 2])
+                state.weakest.extend((int(block), int(layer), int(head)) for block, layer, head in pages)
 
     def _make_way(self, state: Sequence, count: int) -> None:
-        """Cools the sequence's weakest pages, so that `count` more keep it within its share of hot pages."""
+        """Cools the sequence's weakest pages, so that `count` more keep it within its share of hot pages.
+
+        Those go first that scored least when heat was last read, then those hit since, the longest ago.
+        """
         blocks = state.block_ids
         tiered = blocks[self._tables.is_tiered(blocks)]
         hot = int(self._tables.hot_pages(tiered).sum())
@@ -203,6 +207,11 @@ class Housekeeper:
         return int(self._config.hot_max_share * tiered_blocks * shape.layers * shape.kv_heads)
 
     def _cool(self, pages: Integers) -> int:
+        """Pages whose slot is their only exact copy stay hot while somebody reads them exactly."""
+        only_copy = self._tables.warm_slot[pages[:, 0], pages[:, 1] // self._tables.window_layers] < 0
+        if only_copy.any():
+            needed = self._needed_exact()
+            pages = pages[~(only_copy & np.array([int(block) in needed for block in pages[:, 0]]))]
         cooled = self._tables.cool(pages[:, 0], pages[:, 1], pages[:, 2])
         self.stats.cooled_pages += cooled
         return cooled
@@ -241,10 +250,20 @@ class Housekeeper:
             return True
         return all(state.tiered for state in self._sequences.values() if block in state.blocks)
 
+    def _readers(self, block: int, state: Sequence) -> list[Sequence]:
+        """The sequences that read a block of `state`, itself among them."""
+        if self._blocks.owners[block] <= 1:
+            return [state]
+        return [other for other in self._sequences.values() if block in other.blocks]
+
+    @staticmethod
+    def _reads_exactly(state: Sequence) -> bool:
+        return not state.bounded or not state.prompt_done
+
     def _demote(self, state: Sequence, index: int) -> bool:
         """False: it cannot be now, because the pool or the warm store has no room."""
         block = state.blocks[index]
-        exact_needed = not state.prompt_done or state.fidelity != "bounded"
+        exact_needed = any(self._reads_exactly(reader) for reader in self._readers(block, state))
         if not self.make_warm_room() and (exact_needed or not self._may_be_cold()):
             return False
         hot = self._hot_at_demotion(state, index)

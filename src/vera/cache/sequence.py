@@ -57,6 +57,8 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)
     sealed: int = 0
     num_computed: int = 0
+    exact_tokens: int = 2**40
+    """Keys and values of this many first tokens were computed as a native cache would have; of the others within bounds."""
     demoted: int = 1
     """Blocks before this one were demoted or passed over; the first block never is."""
     row: int | None = None

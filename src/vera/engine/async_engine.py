@@ -72,8 +72,9 @@ class AsyncEngine:
     ) -> AsyncIterator[Update]:
         """The updates of one answer until it is finished. Leaving the iterator early aborts the request.
 
-        `fidelity` and `attention_tolerance` take the place of the cache's settings, as in `Engine.add_request`. Raises what `Engine.add_request` raises, before the first update, and EngineStopped if the engine ends first. An id may
-        be used again once its stream has ended.
+        `fidelity` and `attention_tolerance` take the place of the cache's settings, as in `Engine.add_request`. Raises what
+        that raises, before the first update, and EngineStopped if the engine ends first. An id may be used again once its
+        stream has ended.
         """
         if self._draining:
             raise EngineStopped("the engine is closing and takes no new requests")

@@ -249,9 +249,10 @@ class Engine:
             raise CapacityError(f"all {self.config.max_num_seqs} seats are taken; raise max_num_seqs")
         arrival = next(self._arrivals)
         copy_id = f"{request_id}-copy-{arrival}"
-        if source.status is not Status.RUNNING or not self.cache.duplicate(request_id, copy_id):
-            raise CapacityError(f"{request_id} is not running, or {len(source.token_ids)} tokens more do not fit the cache")
         copy = self._new_request(copy_id, arrival, source.prompt_token_ids, replace(source.params, seed=source.row.seed))
+        copy.fidelity, copy.attention_tolerance = source.fidelity, source.attention_tolerance
+        if source.status is not Status.RUNNING or not self.cache.duplicate(request_id, copy_id, use=copy.cache_use):
+            raise CapacityError(f"{request_id} is not running, or {len(source.token_ids)} tokens more do not fit the cache")
         copy.token_ids += source.output_token_ids
         copy.output_token_ids += source.output_token_ids
         copy.num_computed = source.num_computed
@@ -264,14 +265,20 @@ class Engine:
     def set_fidelity(self, request_id: str, fidelity: str) -> None:
         """How an adaptive cache serves a request from its next step on; it loses no token. The degrade switch is made of this.
 
-        Where exact service needs pages that are cold, they are restored; where there is no room for that, the request starts over
-        from its tokens, as after a preemption. Raises RequestError for an unknown request or fidelity.
+        For `exact` and `native`, keys and values that were computed within bounds are computed again, so that the answer goes on
+        as a native one would. Cold pages are restored; where there is no room for that, the request starts over from its tokens,
+        as after a preemption. Raises RequestError for an unknown request or fidelity.
         """
         self._check_fidelity(fidelity, None)
         if (request := self._requests.get(request_id)) is None:
             raise RequestError(f"there is no request {request_id!r} running or waiting")
         request.fidelity = fidelity
-        if request.status is not Status.RUNNING or self.cache.set_fidelity(request_id, fidelity):
+        if request.status is not Status.RUNNING:
+            return
+        exact = self.cache.num_exact_tokens(request_id)
+        if fidelity != "bounded" and exact < request.num_computed:
+            request.num_computed = self.cache.truncate(request_id, exact)
+        if self.cache.set_fidelity(request_id, fidelity):
             return
         if not (self._restorer.restore_all(request_id) and self.cache.set_fidelity(request_id, fidelity)):
             self._scheduler.preempt(request)

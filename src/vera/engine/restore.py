@@ -53,6 +53,8 @@ class Restorer:
 
     def restore_all(self, sequence: str) -> bool:
         """The closure: every cold page of a sequence, oldest block first, so that each sees an exact context. False: no room."""
+        if not len(self._cache.tables.staging):
+            return not self._cache.cold_blocks(sequence)
         for target in self._cache.cold_blocks(sequence):
             for window in self._cache.cold_windows(target):
                 layers = range(window * self._cache.tables.window_layers, self._cache.trigger.window_end_of(window))

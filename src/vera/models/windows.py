@@ -25,14 +25,28 @@ def decoder_layers(base_model: nn.Module, num_layers: int) -> tuple[nn.Module, s
     return None
 
 
+class _PassThrough(nn.Module):
+    """Stands in a layer's place and gives back what flows in: models look up masks and rope tables by a layer's number."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)  # not as a submodule: it is not run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
 @contextmanager
 def only_layers(base_model: nn.Module, num_layers: int, first: int, stop: int) -> Iterator[None]:
-    """For the time of the context the model consists of its layers `first` to `stop` alone."""
+    """For the time of the context the model runs its layers `first` to `stop` alone."""
     found = decoder_layers(base_model, num_layers)
     assert found is not None
     owner, name = found
     layers: Any = getattr(owner, name)
-    setattr(owner, name, layers[first:stop])
+    setattr(owner, name, nn.ModuleList([*map(_PassThrough, layers[:first]), *layers[first:stop]]))
     try:
         yield
     finally:
