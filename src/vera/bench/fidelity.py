@@ -103,7 +103,8 @@ def run_fidelity(bench: FidelityBench) -> dict[str, Any]:
 
     "perplexity" has that of the reference as "native" and that of the measured cache as "adaptive" (an `exact` cache is one; for
     `native` the key is "native_float16" or whatever its pages are). Figures that only an adaptive cache has are None for a native
-    one. A control that failed is `{"failed": why}`; if the measurement itself fails, a VeraError says why.
+    one. A control that failed is `{"failed": why}`; `sketch_only` is left out where the context is within `min_context`. If the
+    measurement itself fails, a VeraError says why.
     """
     machine = describe_machine(bench.threads)
     prepared = _prepare(bench)

@@ -304,12 +304,18 @@ class AdaptiveCache:
                 self._seal(state.blocks[i], state.hashes[i], exact=(i + 1) * self.config.page_size <= state.exact_tokens)
         state.sealed = max(state.sealed, full)
 
-    def settle(self) -> None:
-        """Ends a step: what it showed about pages is taken in, and pages move. Call once all its sequences are committed."""
+    def observe(self) -> None:
+        """Takes in what the step's attention has shown about pages. Call once the model has run, before anything is committed."""
         spans, report = self._step
+        if self._keeper is not None and report is not None:
+            self._keeper.observe(spans, report)
+
+    def settle(self) -> None:
+        """Ends a step: pages move. Call once all its sequences are committed."""
+        spans, _ = self._step
         self._step = ([], None)
         if self._keeper is not None:
-            self._keeper.settle(spans, report)
+            self._keeper.settle(spans)
 
     def release(self, sequence: str, *, discard: bool = False) -> None:
         """Ends a sequence. Its sealed blocks stay findable until their memory is needed, unless they are to be discarded."""

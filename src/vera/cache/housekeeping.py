@@ -139,12 +139,14 @@ class Housekeeper:
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
-    def settle(self, spans: Listing[Span], report: TierReport | None) -> None:
+    def observe(self, spans: Listing[Span], report: TierReport) -> None:
+        """Takes in what a step has shown, before its results are final: hit pages become hot."""
+        self._count(spans, report)
+        self._promote_hits(spans, report)
+
+    def settle(self, spans: Listing[Span]) -> None:
         """Everything that is due after a step, within the limits of one step."""
         states = [self._sequences[span.sequence] for span in spans if span.sequence in self._sequences]
-        if report is not None:
-            self._count(spans, report)
-            self._promote_hits(spans, report)
         decoding = [state for state in states if state.tiered and state.prompt_done]
         for state in states:
             if state.tiered and not state.prompt_done:
@@ -266,7 +268,10 @@ class Housekeeper:
         exact_needed = any(self._reads_exactly(reader) for reader in self._readers(block, state))
         if not self.make_warm_room() and (exact_needed or not self._may_be_cold()):
             return False
-        hot = self._hot_at_demotion(state, index)
+        return self._demote_block(block, self._hot_at_demotion(state, index))
+
+    def _demote_block(self, block: int, hot: NDArray[np.bool_]) -> bool:
+        """Demotes a block, or remembers that it cannot be sketched. False: the pool has no room."""
         broken = self._tables.demote(block, hot)
         if broken is None:
             return False
@@ -298,7 +303,9 @@ class Housekeeper:
             if block in self._unsketchable or not self.make_warm_room():
                 return False
             shape = tables.pool.shape
-            return tables.demote(block, np.zeros((shape.layers, shape.kv_heads), dtype=bool)) == 0
+            return (
+                self._demote_block(block, np.zeros((shape.layers, shape.kv_heads), dtype=bool)) and tables.is_tiered([block])[0]
+            )
         hot = np.argwhere(tables.hot_pages([block])[0])
         warm = tables.warm_slot[block, hot[:, 0] // tables.window_layers] >= 0
         return self._cool(np.column_stack([np.full(int(warm.sum()), block), hot[warm]])) > 0

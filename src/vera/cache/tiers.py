@@ -29,6 +29,8 @@ from vera.config import CacheConfig
 from vera.errors import CapacityError
 
 _NONE = -1
+_ALIGNMENT = 64
+"""Slots of a store begin at multiples of this."""
 _STAGING = (-1, -1, -1)
 """Stands for the owner of a staging slot."""
 _CHECKPOINT_DTYPE = torch.float32
@@ -86,11 +88,17 @@ class TierTables:
         checkpoint_bytes = config.page_size * shape.hidden_size * _CHECKPOINT_DTYPE.itemsize
         for_block = self.num_windows * unit_bytes + boundaries * checkpoint_bytes
         for_units = warm_bytes * self.num_windows * unit_bytes // for_block
+        if 0 < warm_bytes and for_units < unit_bytes + _ALIGNMENT:
+            raise CapacityError(
+                f"warm_bytes={warm_bytes} is below the {for_block + _ALIGNMENT} that a block of this model takes in the warm store; "
+                "raise it, or give 0 for none"
+            )
         self.warm: HostStore | None = open_store(config.warm_store, unit_bytes, for_units, warm_dir)
         self.checkpoints: HostStore | None = None
         if boundaries:
+            # Without a warm store by choice, checkpoints are kept in memory all the same: recompute needs them most of all.
             kind = "ram" if config.warm_store == "none" else config.warm_store
-            room = warm_bytes - for_units if self.warm is not None else blocks * boundaries * checkpoint_bytes
+            room = blocks * boundaries * checkpoint_bytes if config.warm_store == "none" else warm_bytes - for_units
             self.checkpoints = open_store(kind, checkpoint_bytes, room, warm_dir) if room >= checkpoint_bytes else None
         staging = pool.frames.take(Role.PAGE, staging_pages)
         if staging is None:

@@ -225,10 +225,12 @@ class Engine:
                     logits = self._runner.run(chunks, batch)
                 with times.lap("sample"):
                     sampled = self._sample(chunks, logits)
+                with times.lap("policy"):
+                    self._restorer.end_step()
+                    self.cache.observe()
                 with times.lap("commit"):
                     self._commit(chunks, logits, sampled)
                 with times.lap("policy"):
-                    self._restorer.end_step()
                     self.cache.settle()
             except Exception as error:
                 _log.exception("a step over %d requests failed", len(chunks))
