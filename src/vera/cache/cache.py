@@ -757,7 +757,9 @@ class AdaptiveCache:
         if not has_tiers and not any(probes):
             return None
         for state, count in zip(states, probes, strict=True):
-            state.rows_seen += count
+            if count:
+                state.rows_seen += count
+                state.watched = np.flatnonzero(self.tables.is_tiered(state.block_ids))
         report = TierReport(
             masses=self._keeper.masses,
             frequencies=self._keeper.frequencies,

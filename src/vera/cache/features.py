@@ -3,7 +3,8 @@
 Heat (热度) has two dimensions, both 1 for an average page of the sequence:
 
     contribution   the page's attention mass, a mean over the rows that attended, times the number of blocks
-    frequency      how often the page was hit, relative to the average page of the sequence
+    frequency      how often the page was hit since it was last looked at, relative to the average page of the sequence; from
+                   `ENOUGH_HITS` on, more hits say no more
 
 Each is kept as a moving average, and the score in [0, 1] is their weighted mean after `x / (1 + x)`: an average page scores 0.5,
 one of 2.3 times the average 0.7. Statistics decide where pages are kept, never whether an answer is right.
@@ -19,9 +20,14 @@ from numpy.typing import ArrayLike, NDArray
 
 HISTOGRAM_BINS = 20
 
+ENOUGH_HITS = 4.0
+"""A page that was hit this often since it was last looked at is as frequent as can be. The sink and its like are hit by every row
+and would make everything else look never used: of 64 prompt queries each hits 2-4% of the pages, and together they hit 12%. Hot by
+these, pages are hit 6-12 times a step right after the prompt; hot by attention mass alone, 25 times (docs/log.md)."""
+
 _MAX_FREQUENCY = 99.0
-"""Where the score no longer tells pages apart (0.99 of 1). Hits are rare, so a single one can be thousands of times the average;
-without a limit such a page would take a dozen half lives to be forgotten."""
+"""Where the score no longer tells pages apart (0.99 of 1). Hits can be so rare that one is thousands of times the average; without
+a limit such a page would take a dozen half lives to be forgotten."""
 
 _UNSEEN = -2
 _NOBODY = -1
@@ -87,21 +93,31 @@ class Heat:
     def num_bytes(self) -> int:
         return self._contribution.num_bytes + self._frequency.num_bytes
 
-    def absorb(self, blocks: Integers, masses: Floats, frequencies: Floats, *, rows: int, reader: int) -> None:
+    def absorb(
+        self,
+        blocks: Integers,
+        masses: Floats,
+        frequencies: Floats,
+        *,
+        rows: int,
+        reader: int,
+        watched: Flags | None = None,
+    ) -> None:
         """Takes in what one sequence saw of its blocks since it was last asked.
 
         `blocks` `[n]` are all blocks of the sequence, in order; `masses` and `frequencies`, `[layers, kv_heads, n]`, are sums
         over `rows` decode rows or probes (none: nothing was seen, nothing changes). `reader`, from 0 up, is the sequence's number
-        and stays the same until `leave`. The first observation of a block is taken as it is.
+        and stays the same until `leave`. The first observation of a block is taken as it is. `watched`, `[n]`, are the blocks
+        whose pages could be hit at all (None: all of them); of the others the frequency stays unknown.
         """
         if rows == 0:
             return
         kept = 0.5 ** (rows / self.half_life_tokens)
-        for dimension, observed in (
-            (self._contribution, relative_masses(masses, rows)),
-            (self._frequency, relative_hits(frequencies)),
-        ):
-            dimension.absorb(blocks, np.moveaxis(observed, -1, 0), kept, reader)
+        self._contribution.absorb(blocks, np.moveaxis(relative_masses(masses, rows), -1, 0), kept, reader)
+        could_be_hit = np.ones(len(blocks), dtype=bool) if watched is None else watched
+        if could_be_hit.any():
+            hits = relative_hits(frequencies[:, :, could_be_hit])
+            self._frequency.absorb(blocks[could_be_hit], np.moveaxis(hits, -1, 0), kept, reader)
 
     def leave(self, blocks: Integers, reader: int) -> None:
         """The sequence reads these blocks no more: what it held up may sink from now on."""
@@ -119,8 +135,10 @@ class Heat:
         self._frequency.copy(sources, targets, reader)
 
     def scores(self, blocks: Integers) -> Floats:
-        """`[n, layers, kv_heads]`. Pages that were never seen score as average ones, 0.5."""
-        return score(self._contribution.values[blocks], self._frequency.values[blocks], self.frequency_weight)
+        """`[n, layers, kv_heads]`. Pages of unknown frequency score by contribution alone; those never seen, as average ones, 0.5."""
+        contribution, frequency = self._contribution.values[blocks], self._frequency.values[blocks]
+        both = score(contribution, frequency, self.frequency_weight)
+        return np.where(self._frequency.is_unseen(blocks), score(contribution, frequency, 0.0), both)
 
 
 def relative_masses(masses: Floats, rows: int) -> Floats:
@@ -129,14 +147,15 @@ def relative_masses(masses: Floats, rows: int) -> Floats:
 
 
 def relative_hits(frequencies: Floats) -> Floats:
-    """Hits by those of the average page of the sequence, at most `_MAX_FREQUENCY`.
+    """Hits, up to `ENOUGH_HITS`, by those of the average page of the sequence; at most `_MAX_FREQUENCY`.
 
     Where no page was hit all are 0, as an unhit page is in any other period.
     """
-    average = frequencies.mean(dtype=np.float64)
+    hits = np.minimum(frequencies, np.float32(ENOUGH_HITS))
+    average = hits.mean(dtype=np.float64)
     if average == 0:
-        return np.zeros_like(frequencies)
-    return np.asarray(np.minimum(frequencies / np.float32(average), _MAX_FREQUENCY))
+        return np.zeros_like(hits)
+    return np.asarray(np.minimum(hits / np.float32(average), _MAX_FREQUENCY))
 
 
 class _MovingAverage:
@@ -156,6 +175,10 @@ class _MovingAverage:
         may_write = (holders < 0) | (holders == reader) | (observed > values)
         self.values[blocks] = np.where(may_write, average, values)
         self._holders[blocks] = np.where(may_write, reader, holders)
+
+    def is_unseen(self, blocks: Integers) -> Flags:
+        unseen: Flags = self._holders[blocks] == _UNSEEN
+        return unseen
 
     def leave(self, blocks: Integers, reader: int) -> None:
         holders = self._holders[blocks]

@@ -26,8 +26,8 @@ RECENT_BLOCKS = 1
 """Sealed blocks at a sequence's end that stay exact, besides the open one."""
 HYSTERESIS = 0.04
 """A hot page stays until its score is this much below the threshold."""
-FREQUENCY_WEIGHT = 0.3
-"""Share of the access frequency in the heat score."""
+FREQUENCY_WEIGHT = 0.7
+"""Share of the access frequency in the heat score. What a page costs when it is not hot is hits, and hits foretell hits."""
 HALF_LIFE_TOKENS = 256
 DEMOTIONS_A_STEP = 2
 """Blocks of decoding sequences that one step demotes: sequences that grow in step seal theirs at the same time."""
@@ -128,7 +128,7 @@ class Housekeeper:
         if source.row is not None and copy.row is not None:
             self.masses[copy.row] = self.masses[source.row]
             self.frequencies[copy.row] = self.frequencies[source.row]
-            copy.rows_seen = source.rows_seen
+            copy.rows_seen, copy.watched = source.rows_seen, source.watched
         places = dict(zip(source.blocks, copy.blocks, strict=True))
         copy.weakest = deque((places[block], layer, head) for block, layer, head in source.weakest if block in places)
 
@@ -201,8 +201,8 @@ class Housekeeper:
         hot = int(self._tables.hot_pages(tiered).sum())
         excess = hot + count - self._max_hot(len(tiered))
         while excess > 0 and state.weakest:
-            block, layer, head = state.weakest.popleft()
-            excess -= self._cool(np.array([[block, layer, head]]))
+            going = [state.weakest.popleft() for _ in range(min(excess, len(state.weakest)))]
+            excess -= self._cool(np.array(going, dtype=np.int64))  # some may have been cooled before
 
     def _max_hot(self, tiered_blocks: int) -> int:
         shape = self._tables.pool.shape
@@ -393,12 +393,20 @@ class Housekeeper:
             return
         blocks = state.block_ids
         masses, frequencies = (array[state.row, :, :, : len(blocks)] for array in (self.masses, self.frequencies))
-        self.heat.absorb(blocks, masses.numpy(), frequencies.numpy(), rows=state.rows_seen, reader=state.number)
+        self.heat.absorb(
+            blocks,
+            masses.numpy(),
+            frequencies.numpy(),
+            rows=state.rows_seen,
+            reader=state.number,
+            watched=np.isin(np.arange(len(blocks)), state.watched),
+        )
         masses.zero_()
         frequencies.zero_()
         state.rows_seen = 0
         self.stats.recalibrations += 1
-        tiered = blocks[self._tables.is_tiered(blocks)]
+        state.watched = np.flatnonzero(self._tables.is_tiered(blocks))
+        tiered = blocks[state.watched]
         if len(tiered):
             self._place(state, tiered)
 

@@ -65,6 +65,8 @@ class Sequence:
     """Of the statistics; None: none are kept."""
     rows_seen: int = 0
     """Decode rows and probes since the statistics were last read."""
+    watched: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Indices of the blocks that had sketches when these statistics began, so that their pages could be hit."""
     use: CacheUse = field(default_factory=CacheUse)
     weakest: deque[tuple[int, int, int]] = field(default_factory=deque)
     """Hot pages (block, layer, KV head) that give way first, as of the last recalibration."""

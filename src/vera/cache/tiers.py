@@ -88,9 +88,9 @@ class TierTables:
         checkpoint_bytes = config.page_size * shape.hidden_size * _CHECKPOINT_DTYPE.itemsize
         for_block = self.num_windows * unit_bytes + boundaries * checkpoint_bytes
         for_units = warm_bytes * self.num_windows * unit_bytes // for_block
-        if 0 < warm_bytes and for_units < unit_bytes + _ALIGNMENT:
+        if warm_bytes > 0 and for_units < unit_bytes + _ALIGNMENT:
             raise CapacityError(
-                f"warm_bytes={warm_bytes} is below the {for_block + _ALIGNMENT} that a block of this model takes in the warm store; "
+                f"warm_bytes={warm_bytes} is below the {for_block + _ALIGNMENT} that a block takes in the warm store; "
                 "raise it, or give 0 for none"
             )
         self.warm: HostStore | None = open_store(config.warm_store, unit_bytes, for_units, warm_dir)
