@@ -36,8 +36,42 @@ def test_generate_prints_the_answer_and_nothing_else_on_stdout(folder):
 def test_generate_json_has_the_promised_keys(folder):
     run = vera("generate", "the thing", "--model", folder, "--max-tokens", "5", "--json")
     answer = json.loads(run.stdout.splitlines()[-1])
-    assert set(answer) == {"text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens"}
+    assert set(answer) == {
+        "text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "cache_use",
+    }  # fmt: skip
     assert (answer["completion_tokens"], answer["finish_reason"], answer["cached_tokens"]) == (5, "length", 0)
+    assert answer["cache_use"] is None
+
+
+def test_generate_takes_the_settings_of_an_adaptive_cache(folder):
+    settings = ["--cache", "adaptive", "--cache-max-bytes", "30000000", "--set", "min_context=64", "--set", "page_size=16"]
+    run = vera("generate", "the thing " * 50, "--model", folder, "--max-tokens", "8", *settings, "--json")
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["cache_use"]["decode_steps"] == 7
+
+
+def test_inspect_draws_on_stderr_and_prints_json(folder, tmp_path):
+    settings = ["--set", "min_context=64", "--set", "page_size=16", "--png", str(tmp_path / "tiers.png")]
+    run = vera("inspect", "--model", folder, "--context", "300", "--tokens", "8", *settings, "--json")
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    assert (result["context"], result["tokens"], len(result["hits"])) == (300, 8, 7)
+    assert result["pages"]["warm"] > 0
+    assert "where the pages are" in run.stderr
+    assert "\x1b" not in run.stderr
+    assert (tmp_path / "tiers.png").exists()
+
+
+def test_demo_answers_with_both_caches(folder):
+    settings = ["--set", "min_context=64", "--set", "page_size=16"]
+    run = vera("demo", "--model", folder, "--context", "600", "--max-tokens", "4", *settings, "--json")
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    assert list(result["runs"]) == ["native", "adaptive"]
+    assert set(result["runs"]["native"]) == set(result["runs"]["adaptive"])
+    assert result["runs"]["adaptive"]["hits_per_step"] is not None
+    assert len(result["same_answers"]) == 4
+    assert "process memory" in run.stderr
 
 
 def test_generate_reads_stdin(folder):
@@ -57,6 +91,12 @@ def test_generate_reads_stdin(folder):
         (["generate", "", "--model", "FOLDER"], 2, "prompt"),
         (["generate", "x" * 6000, "--model", "FOLDER"], 2, "tokens served"),
         (["generate", "x", "--model", "FOLDER", "--cache-max-bytes", "1000"], 1, "below one block"),
+        (["generate", "x", "--cache", "adaptiv"], 2, "adaptiv"),
+        (["generate", "x", "--set", "fidelity"], 2, "name=value"),
+        (["inspect", "--set", "fidelity=exakt"], 2, "exakt"),
+        (["inspect", "--text", "/nowhere/at/all"], 2, "/nowhere/at/all"),
+        (["inspect", "--png", "tiers.jpg"], 2, "tiers.jpg"),
+        (["inspect", "--model", "FOLDER", "--context", "5000"], 2, "tokens served"),
         (["bench", "decode", "--baseline", "lama.cpp"], 2, "lama.cpp"),
     ],
 )

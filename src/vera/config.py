@@ -72,7 +72,7 @@ class CacheConfig(_Config):
     """Adaptive: most bytes of the warm store, checkpoints included; a hard limit. None: four times the ceiling of the cache."""
     warm_dir: str | None = None
     """Adaptive: the folder of the warm file. None: the folder for temporary files."""
-    hot_max_share: float = 0.10
+    hot_max_share: float = 0.075
     """Adaptive: most of a sequence's sketched pages that may be hot at the same time."""
     recompute_target: tuple[float, float] = (0.08, 0.15)
     """Adaptive: band for the share of decode steps that restore a cold page, where host memory is short."""

@@ -7,6 +7,7 @@ the answers are the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console, Group
@@ -92,11 +93,12 @@ def _run(
     console: Console,
 ) -> dict[str, Any]:
     """Answers all prompts with a cache of these settings; what it cost, and the answers' texts."""
+    longest = max(map(len, prompts)) + max_tokens
     if settings.cache_max_bytes is None:
-        longest = max(map(len, prompts)) + len(prompts) * (max_tokens + settings.page_size)
-        ceiling = int(_SLACK * _native_bytes(model, settings, longest))
-        settings = CacheConfig.from_dict(settings.to_dict() | {"cache_max_bytes": ceiling})
-    with MemoryMeter() as memory, LLM(model, cache=settings, num_threads=num_threads, max_num_seqs=len(prompts)) as llm:
+        all_tokens = longest + len(prompts) * (max_tokens + settings.page_size)
+        settings = replace(settings, cache_max_bytes=int(_SLACK * _native_bytes(model, settings, all_tokens)))
+    engine = {"num_threads": num_threads, "max_num_seqs": len(prompts), "max_model_len": min(longest, model.spec.max_context)}
+    with MemoryMeter() as memory, LLM(model, cache=settings, **engine) as llm:
         answers, peaks = _answer(llm.engine, prompts, max_tokens, console)
         stats = llm.engine.stats.snapshot()
         tiers = _tier_figures(llm.engine)

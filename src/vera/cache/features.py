@@ -21,13 +21,13 @@ from numpy.typing import ArrayLike, NDArray
 HISTOGRAM_BINS = 20
 
 ENOUGH_HITS = 4.0
-"""A page that was hit this often since it was last looked at is as frequent as can be. The sink and its like are hit by every row
-and would make everything else look never used: of 64 prompt queries each hits 2-4% of the pages, and together they hit 12%. Hot by
-these, pages are hit 6-12 times a step right after the prompt; hot by attention mass alone, 25 times (docs/log.md)."""
+"""A page that was hit this often since it was last looked at is as frequent as can be. The sink and its like are hit by every
+row and would make everything else look never used: of 64 prompt queries each hits 2-4% of the pages, and together they hit 12%.
+Hot by these, pages are hit 6-12 times a step right after the prompt; hot by attention mass alone, 25 times (docs/log.md)."""
 
 _MAX_FREQUENCY = 99.0
-"""Where the score no longer tells pages apart (0.99 of 1). Hits can be so rare that one is thousands of times the average; without
-a limit such a page would take a dozen half lives to be forgotten."""
+"""Where the score no longer tells pages apart (0.99 of 1). Hits can be so rare that one is thousands of times the average;
+without a limit such a page would take a dozen half lives to be forgotten."""
 
 _UNSEEN = -2
 _NOBODY = -1
@@ -135,7 +135,7 @@ class Heat:
         self._frequency.copy(sources, targets, reader)
 
     def scores(self, blocks: Integers) -> Floats:
-        """`[n, layers, kv_heads]`. Pages of unknown frequency score by contribution alone; those never seen, as average ones, 0.5."""
+        """`[n, layers, kv_heads]`. Pages of unknown frequency score by contribution alone; those never seen as average ones."""
         contribution, frequency = self._contribution.values[blocks], self._frequency.values[blocks]
         both = score(contribution, frequency, self.frequency_weight)
         return np.where(self._frequency.is_unseen(blocks), score(contribution, frequency, 0.0), both)

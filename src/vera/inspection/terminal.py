@@ -184,7 +184,10 @@ def _errors(inspection: Inspection, width: int) -> Iterator[RenderableType]:
         left, right = (f"{'█' * math.ceil(count / most * bar):<{bar}} {count:>4}" for count in pair)
         yield Text(f"{_INDENT}{name:<10} {left} {right}")
     mean = np.mean([step.error for step in inspection.steps]) / tolerance
-    yield Text(f"{_INDENT}estimated over all layers: mean {mean:.2f}, largest of any head {inspection.error_max / tolerance:.2f}")
+    yield Text(
+        f"{_INDENT}estimated over all layers: mean {mean:.2f}, largest of any head {inspection.error_max / tolerance:.2f} "
+        f"({inspection.cache.skip_share:g} may come on top for values left out)"
+    )
 
 
 def error_histogram(shares: Iterable[float]) -> list[int]:
