@@ -158,9 +158,13 @@ class Life(RuleBasedStateMachine):
         budget=st.sampled_from([0, 1, 2]),
         hot=st.sampled_from([0.0, 0.1, 0.6]),
         bits=st.sampled_from([2, 4, 8]),
+        shape=st.sampled_from([SHAPE, SHAPE, WINDOWED]),
     )
-    def begin(self, frames: int, warm_blocks: float | None, store: str, budget: int, hot: float, bits: int) -> None:
+    def begin(
+        self, frames: int, warm_blocks: float | None, store: str, budget: int, hot: float, bits: int, shape: CacheShape
+    ) -> None:
         self.cache = make_cache(
+            shape=shape,
             frames=frames,
             warm_blocks=None if store == "none" else warm_blocks,
             warm_store=store,
@@ -168,7 +172,6 @@ class Life(RuleBasedStateMachine):
             hot_max_share=hot,
             sketch_bits=bits,
         )
-        self.bits = bits
 
     @precondition(lambda self: self.cache is not None and len(self.tokens) < 6)
     @rule(

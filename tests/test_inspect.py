@@ -98,7 +98,13 @@ def test_cold_pages_and_recomputes_are_seen():
     assert run.pages["cold"] > 0
     assert any(step.recomputed for step in run.steps)
     assert run.memory.checkpoints > 0
-    assert "o" in drawn(run)
+    assert any(line.count("o") > 3 for line in drawn(run).splitlines())
+
+
+def test_run_whose_layers_all_have_cold_pages_has_no_true_errors_and_says_so():
+    run = replace(long_run(), audits=())
+    assert "the true ones are unknown" in drawn(run)
+    assert "estimated over all layers" in drawn(run)
 
 
 def test_longest_sequence_that_is_served_can_be_inspected_and_one_token_more_is_refused():

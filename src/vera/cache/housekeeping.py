@@ -115,6 +115,14 @@ class Housekeeper:
             state.row = self._rows.pop()
             self.masses[state.row].zero_()
             self.frequencies[state.row].zero_()
+        self._warm_up(state)
+
+    def _warm_up(self, state: Sequence) -> None:
+        """The pages of a sequence's first block are hot, also where it waited warm while nobody read it."""
+        if state.blocks and self._tables.sketch_unit[state.blocks[0]] >= 0:
+            shape = self._tables.pool.shape
+            layers, heads = np.divmod(np.arange(shape.layers * shape.kv_heads, dtype=np.int64), shape.kv_heads)
+            self._tables.promote(np.full_like(layers, state.blocks[0]), layers, heads)
 
     def end(self, state: Sequence) -> None:
         if state.row is not None:
@@ -199,14 +207,17 @@ class Housekeeper:
         blocks = state.block_ids
         tiered = blocks[self._tables.is_tiered(blocks)]
         hot = int(self._tables.hot_pages(tiered).sum())
-        excess = hot + count - self._max_hot(len(tiered))
+        excess = hot + count - self._max_hot(state, len(tiered))
         while excess > 0 and state.weakest:
             going = [state.weakest.popleft() for _ in range(min(excess, len(state.weakest)))]
             excess -= self._cool(np.array(going, dtype=np.int64))  # some may have been cooled before
 
-    def _max_hot(self, tiered_blocks: int) -> int:
+    def _max_hot(self, state: Sequence, tiered_blocks: int) -> int:
+        """Pages of a sequence's tiered blocks that may be hot; those of its first block do not count."""
         shape = self._tables.pool.shape
-        return int(self._config.hot_max_share * tiered_blocks * shape.layers * shape.kv_heads)
+        pages = shape.layers * shape.kv_heads
+        pinned = pages if self._tables.sketch_unit[state.blocks[0]] >= 0 else 0
+        return int(self._config.hot_max_share * tiered_blocks * pages) + pinned
 
     def _cool(self, pages: Integers) -> int:
         """Pages whose slot is their only exact copy stay hot while somebody reads them exactly."""
@@ -412,18 +423,24 @@ class Housekeeper:
 
     def _place(self, state: Sequence, tiered: Integers) -> None:
         scores, hot = self.heat.scores(tiered), self._tables.hot_pages(tiered)
+        pinned = np.where(tiered == state.blocks[0], np.inf, 0.0).astype(np.float32)[:, None, None]
         moves = promotions_and_demotions(
-            scores, hot, threshold=self._config.hot_score_threshold, max_hot=self._max_hot(len(tiered)), hysteresis=HYSTERESIS
+            scores + pinned,
+            hot,
+            threshold=self._config.hot_score_threshold,
+            max_hot=self._max_hot(state, len(tiered)),
+            hysteresis=HYSTERESIS,
         )
         demote, promote = moves.demote, moves.promote
         self._cool(np.column_stack([tiered[demote[:, 0]], demote[:, 1:]]))
         self.stats.promoted_pages += self._tables.promote(tiered[promote[:, 0]], promote[:, 1], promote[:, 2])
         hot = self._tables.hot_pages(tiered)
+        released = np.repeat(self._tables.cold_units(tiered), self._tables.window_layers, axis=1)[:, : hot.shape[1], None]
+        self.stats.heat.append(summarise(scores, hot, released))
+        hot = hot & (pinned == 0)
         pages = np.argwhere(hot)
         order = weakest(scores[hot], len(pages))
         state.weakest = deque((int(tiered[block]), int(layer), int(head)) for block, layer, head in pages[order])
-        released = np.repeat(self._tables.cold_units(tiered), self._tables.window_layers, axis=1)[:, : hot.shape[1], None]
-        self.stats.heat.append(summarise(scores, hot, released))
 
     def shed(self) -> bool:
         """Cools a share of all hot pages that have a warm copy, the weakest ones. False: there are none."""

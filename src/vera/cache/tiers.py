@@ -223,6 +223,8 @@ class TierTables:
 
     def cool(self, blocks: Integers, layers: Integers, heads: Integers) -> int:
         """Takes the slots of these hot pages of tiered blocks; they are warm or cold then. Returns how many there were."""
+        pages = np.unique(np.column_stack([blocks, layers, heads]), axis=0)
+        blocks, layers, heads = pages[:, 0], pages[:, 1], pages[:, 2]
         slots = self._table[blocks, layers, heads]
         held = np.flatnonzero((slots != NO_PAGE) & (self.sketch_unit[blocks] >= 0) & self._tierable[layers, heads])
         if len(held):

@@ -230,11 +230,11 @@ class Engine:
                     self.cache.observe()
                 with times.lap("commit"):
                     self._commit(chunks, logits, sampled)
-                with times.lap("policy"):
-                    self.cache.settle()
             except Exception as error:
                 _log.exception("a step over %d requests failed", len(chunks))
                 self._fail(chunks, error)
+            with times.lap("policy"):  # a fault of our own books must not pass for that of a request
+                self.cache.settle()
             times.attention, times.restore = self._runner.attention_seconds, self._runner.restore_seconds
             self._count_step(chunks, times)
         self.step_times = times

@@ -46,9 +46,11 @@ class Restorer:
         if not cold:
             return False
         chosen = self._cache.trigger.choose(cold, layer)
-        self._cache.count_uncovered([hit for hit in cold if hit not in chosen])
+        covered = {target.block for target in chosen}
+        self._cache.count_uncovered([hit for hit in cold if hit.block not in covered])
         if not chosen:
             return False
+        self._served |= {hit.sequence for hit in cold if hit.block in covered}
         return self._run(chosen, layer, hot=self._cache.cold_hit_pages(batch, layer)) > 0
 
     def restore_all(self, sequence: str) -> bool:

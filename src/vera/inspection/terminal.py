@@ -170,24 +170,32 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def _errors(inspection: Inspection, width: int) -> Iterator[RenderableType]:
     tolerance = inspection.cache.attention_tolerance
     yield _heading("errors", f"of one layer of each step, by attention_tolerance={tolerance:g}")
-    estimated, true = inspection.errors_over_tolerance()
-    if not len(estimated):
-        why = "the tolerance is 0, so every page is read exactly" if inspection.steps else _why_unbounded(inspection)
-        yield Text(f"{_INDENT}none: {why}")
+    if not inspection.steps:
+        yield Text(f"{_INDENT}none: {_why_unbounded(inspection)}")
         return
+    if not tolerance:
+        yield Text(f"{_INDENT}none: the tolerance is 0, so every page is read exactly")
+        return
+    if inspection.audits:
+        yield from _histograms(*inspection.errors_over_tolerance(), bar=max(4, min(30, (width - 14) // 2 - 6)))
+    else:
+        yield Text(f"{_INDENT}the true ones are unknown, because every layer has cold pages")
+    mean = np.mean([step.error for step in inspection.steps]) / tolerance
+    yield Text(
+        f"{_INDENT}estimated over all layers: mean {mean:.2f}, largest of any head {inspection.error_max / tolerance:.2f} "
+        f"(values left out may add {inspection.cache.skip_share:g})"
+    )
+
+
+def _histograms(estimated: Floats, true: Floats, *, bar: int) -> Iterator[RenderableType]:
+    """Side by side, the longest bar `bar` columns wide."""
     counts = error_histogram(estimated), error_histogram(true)
-    bar = max(4, min(30, (width - 14) // 2 - 6))
     most = max(1, *counts[0], *counts[1])
     yield Text(f"{_INDENT}{'':<10} {'estimated':<{bar + 6}} true", style="dim")
     for index, pair in enumerate(zip(*counts, strict=True)):
         name = f"{index / _BINS:.1f}-{(index + 1) / _BINS:.1f}" if index < _BINS else "above 1"
         left, right = (f"{'█' * math.ceil(count / most * bar):<{bar}} {count:>4}" for count in pair)
         yield Text(f"{_INDENT}{name:<10} {left} {right}")
-    mean = np.mean([step.error for step in inspection.steps]) / tolerance
-    yield Text(
-        f"{_INDENT}estimated over all layers: mean {mean:.2f}, largest of any head {inspection.error_max / tolerance:.2f} "
-        f"({inspection.cache.skip_share:g} may come on top for values left out)"
-    )
 
 
 def error_histogram(shares: Iterable[float]) -> list[int]:
