@@ -379,20 +379,21 @@ class LayerRun {
   // Keeps what the report needs of a row whose values are chosen.
   void record_row(const WorkItem& item, const TieredRow& row, Attention::ThreadScratch& scratch) {
     RowResult& result = results_[size_t(item.run)];
-    const int64_t exact = batch_.half_page_bytes();
-    const int64_t keys = key_part_bytes(shape_.page_size, shape_.head_dim, row.sketch_bits);
-    const int64_t values = value_part_bytes(shape_.page_size, shape_.head_dim, row.sketch_bits);
+    int64_t read_exactly = 0, read_by_sketch = 0;
     for (int block = 0; block < row.num_pages; block++) {
       const PageService service = row.state.service[block];
-      result.exact += !service.by_sketch;
       result.by_sketch += service.by_sketch;
       result.left_out += service.left_out;
-      result.cold_hits += service.hit && service.by_sketch;
-      result.bytes_read += service.by_sketch ? keys : exact;
-      if (!service.left_out) result.bytes_read += service.by_sketch ? values : exact;
-      if (service.hit && !call_.again)
-        scratch.hits.push_back({item.sequence, call_.layer, item.first_head, block, service.by_sketch ? 1 : 0});
+      read_by_sketch += service.by_sketch & !service.left_out;
+      read_exactly += !service.by_sketch & !service.left_out;
+      if (!service.hit) continue;
+      result.cold_hits += service.by_sketch;
+      if (!call_.again) scratch.hits.push_back({item.sequence, call_.layer, item.first_head, block, service.by_sketch ? 1 : 0});
     }
+    result.exact = row.num_pages - result.by_sketch;
+    result.bytes_read = (result.exact + read_exactly) * batch_.half_page_bytes() +
+                        result.by_sketch * key_part_bytes(shape_.page_size, shape_.head_dim, row.sketch_bits) +
+                        read_by_sketch * value_part_bytes(shape_.page_size, shape_.head_dim, row.sketch_bits);
     if (call_.again) return;
     const size_t at = report_place(item.sequence, item.first_head);
     for (int block = 0; block < row.num_pages; block++) {

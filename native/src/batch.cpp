@@ -167,21 +167,35 @@ void Batch::look_up(int sequence, int layer, int window, Service service, Tiered
   const int64_t room = sketch_room(layer);
   const int64_t last_key_start = room - key_part_bytes(tables_.page_size, tables_.head_dim, tiers_->sketch_bits);
   const int64_t last_value_start = room - value_part_bytes(tables_.page_size, tables_.head_dim, tiers_->sketch_bits);
+  // This runs for every page of every layer, so it does little: what is wrong is found out only when something is.
+  const int heads = tables_.kv_heads;
+  const int64_t page_bytes = 2 * half_page_bytes_, sketch_place = int64_t(layer) * heads * tiers_->sketch_stride;
+  const int64_t warm_place = int64_t(layer % tiers_->window_layers) * heads * page_bytes;
+  const int64_t* warm = tiers_->warm + layer / tiers_->window_layers;
   for (int block = first_visible(first_new, window) / tables_.page_size; block < num_blocks(sequence); block++) {
     const int64_t id = block_id(sequence, block);
-    const bool written = block >= first_written;
     const int64_t key_start = tiers_->sketch_keys[id], value_start = tiers_->sketch_values[id];
+    const int64_t warm_start = warm[id * tiers_->windows];
+    const int32_t* slots = tables_.page_table + (id * tables_.layers + layer) * heads;
+    const bool written = block >= first_written;
+    const bool readable = !written && (warm_start != 0 || (service != Service::kExact && key_start >= 0));
     bool fine = key_start >= -1 && key_start <= last_key_start && value_start <= last_value_start &&
                 (value_start < 0) == (key_start < 0);
-    for (int head = 0; head < tables_.kv_heads; head++) {
-      const int32_t slot = slot_of(id, layer, head);
-      const bool readable = page_of(id, layer, head).keys != nullptr || (service != Service::kExact && key_start >= 0);
-      fine = fine && (slot >= 0 ? slot < tables_.num_pages : slot == -1 && !written && readable);
-    }
+    for (int head = 0; head < heads; head++)
+      fine &= slots[head] >= 0 ? slots[head] < tables_.num_pages : readable && slots[head] == -1;
     if (!fine) explain(sequence, block, layer, service, written);
     if (pages == nullptr) continue;
-    for (int head = 0; head < tables_.kv_heads; head++)
-      pages[block * tables_.kv_heads + head] = {page_of(id, layer, head), sketch_of(id, layer, head), slot_of(id, layer, head) >= 0};
+    const uint8_t* sketch = tiers_->arena + sketch_place;
+    auto* warm_page = warm_start == 0 ? nullptr : reinterpret_cast<std::byte*>(warm_start) + warm_place;
+    for (int head = 0; head < heads; head++) {
+      TieredPage& page = pages[block * heads + head];
+      std::byte* exact = slots[head] >= 0 ? tables_.pages + slots[head] * page_bytes : warm_page;
+      page.exact = {exact, exact == nullptr ? nullptr : exact + half_page_bytes_};
+      page.sketch = key_start < 0 ? SketchRef{nullptr, nullptr} : SketchRef{sketch + key_start, sketch + value_start};
+      page.has_slot = slots[head] >= 0;
+      sketch += tiers_->sketch_stride;
+      if (warm_page != nullptr) warm_page += page_bytes;
+    }
   }
 }
 

@@ -30,8 +30,10 @@ struct Folded {
 
 // A thread's memory while it works on a row.
 struct Memory {
-  int* by_sketch;     // [pages]: lists of pages
-  int* exact;         // [pages]
+  int* by_sketch;     // [pages]: list of the pages read by their sketch
+  int* exact;         // [pages]: list of the others
+  int num_by_sketch, num_exact;
+  const uint8_t* upcoming[kFoldedPages];  // what is read after the pages of by_sketch, a sketch's part each, or null
   float* query;       // [group][head_dim], scaled
   float* packed;      // the same in passes of [head_dim][heads]
   float* weights;     // [kPassHeads][kMaxPageSize]
@@ -47,7 +49,7 @@ struct Memory {
 
 Memory divide(const TieredRow& row) {
   const ptrdiff_t stride = row.state.page_stride, query_floats = ptrdiff_t(row.shape.group) * row.shape.head_dim;
-  Memory memory;
+  Memory memory{};
   memory.by_sketch = reinterpret_cast<int*>(row.scratch);
   memory.exact = memory.by_sketch + stride;
   memory.query = row.scratch + 2 * stride;
@@ -68,6 +70,8 @@ VERA_INLINE int tokens_of(const TieredRow& row, int page) {
   return least(row.shape.page_size, row.tokens - page * row.shape.page_size);
 }
 VERA_INLINE bool has_sketch(const TieredPage& page) { return page.sketch.keys != nullptr; }
+// At first; a page that is hit is read exactly from then on, if it can be.
+VERA_INLINE bool is_read_by_sketch(const TieredPage& page, bool probe) { return has_sketch(page) && (probe || !page.has_slot); }
 
 // Calls work(first head, number of heads) for passes of nearly equal size over the heads of a group.
 template <class Work>
@@ -87,6 +91,15 @@ template <int H>
 VERA_INLINE void store_all_maxima(const Vec (&x)[H], float* out) {
   for (int h = 0; h < H; h += 4)
     store_maxima(out + h, x[h], x[least(h + 1, H - 1)], x[least(h + 2, H - 1)], x[least(h + 3, H - 1)]);
+}
+
+// What is fetched while the sketch of by_sketch[i] is worked on, which lies at `own`: `next` gives the part of a page in the list.
+template <class Next>
+VERA_INLINE const uint8_t* after(const Memory& memory, int i, const uint8_t* own, Next next) {
+  const int later = i + kFoldedPages;
+  if (later < memory.num_by_sketch) return next(memory.by_sketch[later]);
+  const uint8_t* upcoming = memory.upcoming[later - memory.num_by_sketch];
+  return upcoming != nullptr ? upcoming : own;
 }
 
 VERA_INLINE void prefetch_bytes(const uint8_t* p, int bytes) {
@@ -233,15 +246,16 @@ VERA_INLINE void key_products(const uint8_t* levels, const uint8_t* next, const 
   if constexpr (V > 1) key_products<kBits, H, V / 2>(levels, next, shape, folded, token, logits, tops);
 }
 
-// Up to kFoldedPages pages of a list, from `begin` on.
+// Up to kFoldedPages pages of by_sketch, from `begin` on.
 template <int kBits, int H>
-void logits_by_sketch(const TieredRow& row, const Memory& memory, const int* list, int begin, int count, int head) {
+void logits_by_sketch(const TieredRow& row, const Memory& memory, int begin, int head) {
   const Shape& shape = row.shape;
-  const int end = least(begin + kFoldedPages, count), head_bytes = kSketchHeaderBytes + 4 * shape.head_dim;
-  const auto next_of = [&](int i) { return page_of(row, list[least(i + kFoldedPages, count - 1)]).sketch.keys; };
+  const int* list = memory.by_sketch;
+  const int end = least(begin + kFoldedPages, memory.num_by_sketch), head_bytes = kSketchHeaderBytes + 4 * shape.head_dim;
+  const auto key_part = [&](int page) { return page_of(row, page).sketch.keys; };
   for (int i = begin; i < end; i++) {
-    const uint8_t* part = page_of(row, list[i]).sketch.keys;
-    prefetch_bytes(next_of(i), head_bytes);
+    const uint8_t* part = key_part(list[i]);
+    prefetch_bytes(after(memory, i, part, key_part), head_bytes);
     float header[2], variances[kWholeFours<H>];
     __builtin_memcpy(header, part, sizeof header);
     fold_query<kBits, H>(part, memory.query + ptrdiff_t(head) * shape.head_dim, shape.head_dim, memory.unrounded,
@@ -251,11 +265,12 @@ void logits_by_sketch(const TieredRow& row, const Memory& memory, const int* lis
       row.state.variance[ptrdiff_t(head + h) * row.state.page_stride + list[i]] = variances[h] * header[0] * header[0] + header[1];
   }
   for (int i = begin; i < end; i++) {
-    const uint8_t* levels = page_of(row, list[i]).sketch.keys + head_bytes;
+    const uint8_t* part = key_part(list[i]);
     float* logits = weights_of(row, list[i], head);
     Vec tops[H];
     for (int h = 0; h < H; h++) tops[h] = broadcast(kMinusInfinity);
-    key_products<kBits, H, level_vectors(H)>(levels, next_of(i) + head_bytes, shape, memory.folded(i - begin), 0, logits, tops);
+    key_products<kBits, H, level_vectors(H)>(part + head_bytes, after(memory, i, part, key_part) + head_bytes, shape,
+                                             memory.folded(i - begin), 0, logits, tops);
     weigh<H, false>(row, list[i], head, logits, shape.page_size, tops);
   }
 }
@@ -302,7 +317,7 @@ void exact_page(const TieredRow& row, const Memory& memory, int page, const void
   for (int h = 0; h < row.shape.group; h++) row.state.variance[ptrdiff_t(h) * row.state.page_stride + page] = 0.0f;
 }
 
-using SketchWork = void (*)(const TieredRow&, const Memory&, const int* list, int begin, int count, int head);
+using SketchWork = void (*)(const TieredRow&, const Memory&, int begin, int head);
 constexpr SketchWork kLogitsBySketch[] = {nullptr,
                                           logits_by_sketch<4, 1>,
                                           logits_by_sketch<4, 2>,
@@ -313,15 +328,14 @@ constexpr SketchWork kLogitsBySketch[] = {nullptr,
                                           logits_by_sketch<4, 7>,
                                           logits_by_sketch<4, 8>};
 
-// Does `work` for all pages of the list and all heads; only 4 bits have kernels for several heads at a time.
-VERA_INLINE void for_each_sketch(const TieredRow& row, const Memory& memory, const int* list, int count,
-                                 const SketchWork (&four_bits)[9], SketchWork two_bits, SketchWork eight_bits) {
-  for (int begin = 0; begin < count; begin += kFoldedPages) {
+// Does the work for all pages of by_sketch and all heads; only 4 bits have kernels for several heads at a time.
+VERA_INLINE void for_each_sketch(const TieredRow& row, const Memory& memory, const SketchWork (&four_bits)[9], SketchWork two_bits,
+                                 SketchWork eight_bits) {
+  for (int begin = 0; begin < memory.num_by_sketch; begin += kFoldedPages) {
     if (row.sketch_bits == 4) {
-      for_each_pass(row.shape.group, [&](int head, int heads) { four_bits[heads](row, memory, list, begin, count, head); });
+      for_each_pass(row.shape.group, [&](int head, int heads) { four_bits[heads](row, memory, begin, head); });
     } else {
-      for (int head = 0; head < row.shape.group; head++)
-        (row.sketch_bits == 2 ? two_bits : eight_bits)(row, memory, list, begin, count, head);
+      for (int head = 0; head < row.shape.group; head++) (row.sketch_bits == 2 ? two_bits : eight_bits)(row, memory, begin, head);
     }
   }
 }
@@ -340,23 +354,30 @@ void pack_query(const TieredRow& row, const Memory& memory) {
 
 template <class T>
 void logits(const TieredRow& row, int first, int end) {
-  const Memory memory = divide(row);
+  Memory memory = divide(row);
   pack_query(row, memory);
-  int by_sketch = 0, exact = 0;
   for (int page = first; page < end; page++) {
     const TieredPage& tiered = page_of(row, page);
-    const bool sketched = has_sketch(tiered) && (row.probe || !tiered.has_slot);
-    row.state.service[page] = {sketched, false, false, false};
-    if (sketched)
-      memory.by_sketch[by_sketch++] = page;
+    const bool by_sketch = is_read_by_sketch(tiered, row.probe);
+    row.state.service[page] = {by_sketch, false, false, false};
+    if (by_sketch)
+      memory.by_sketch[memory.num_by_sketch++] = page;
     else
-      memory.exact[exact++] = page;
-    if (!sketched && has_sketch(tiered)) prefetch(tiered.sketch.keys);
+      memory.exact[memory.num_exact++] = page;
+    if (!by_sketch && has_sketch(tiered)) prefetch(tiered.sketch.keys);
   }
-  for_each_sketch(row, memory, memory.by_sketch, by_sketch, kLogitsBySketch, logits_by_sketch<2, 1>, logits_by_sketch<8, 1>);
-  for (int i = 0; i < exact; i++) {
-    const void* next = i + 1 < exact ? page_of(row, memory.exact[i + 1]).exact.keys : page_of(row, memory.exact[0]).exact.values;
-    exact_page<T>(row, memory, memory.exact[i], next);
+  // The first exact pages, in pieces of the size of a sketch.
+  const ptrdiff_t piece = key_part_bytes(row.shape.page_size, row.shape.head_dim, row.sketch_bits);
+  for (int i = 0; i < kFoldedPages; i++) {
+    const int page = i / (kFoldedPages / 2);
+    if (page < memory.num_exact)
+      memory.upcoming[i] = static_cast<const uint8_t*>(page_of(row, memory.exact[page]).exact.keys) + i % (kFoldedPages / 2) * piece;
+  }
+  for_each_sketch(row, memory, kLogitsBySketch, logits_by_sketch<2, 1>, logits_by_sketch<8, 1>);
+  for (int i = 0; i < memory.num_exact; i++) {
+    const bool last = i + 1 == memory.num_exact;
+    const PageRef& next = page_of(row, memory.exact[last ? 0 : i + 1]).exact;
+    exact_page<T>(row, memory, memory.exact[i], last ? next.values : next.keys);
   }
 }
 
@@ -544,14 +565,19 @@ void leave_out(const TieredRow& row, float budget) {
 // The heads' errors relative to the norm, values left out counted in.
 void sum_up(const TieredRow& row, float norm) {
   const TieredState& state = row.state;
+  const int stride = state.page_stride;
+  // From here on the costs are the norms of what is left out.
+  for (int page = 0; page < stride; page++) state.costs[page] = 0.0f;
+  for (int page = 0; page < row.num_pages; page++)
+    if (state.service[page].left_out) state.costs[page] = state.nu[page];
   TieredOutcome outcome{};
   for (int h = 0; h < row.shape.group; h++) {
-    const float* masses = state.masses + h * state.page_stride;
-    double skipped = 0;
-    for (int page = 0; page < row.num_pages; page++)
-      if (state.service[page].left_out) skipped += double(masses[page]) * double(state.nu[page]);
-    const double variance = double(sum_over_pages(state.errors + h * state.page_stride, state.page_stride));
-    const double error = norm > 0 ? (__builtin_sqrt(variance) + skipped) / double(norm) : 0.0;
+    Vec skipped = broadcast(0.0f), variance = skipped;
+    for (int i = 0; i < stride; i += kWidth) {
+      skipped = fma(load(state.masses + h * stride + i), load(state.costs + i), skipped);
+      variance = variance + load(state.errors + h * stride + i);
+    }
+    const double error = norm > 0 ? double((__builtin_sqrtf(sum(variance)) + sum(skipped)) / norm) : 0.0;
     outcome.error_sum += error;
     if (!(error <= outcome.largest_error)) outcome.largest_error = error;
   }
@@ -613,26 +639,18 @@ VERA_INLINE void value_products(const uint8_t* levels, const uint8_t* next, cons
   if constexpr (V > 1) value_products<kBits, H, V / 2>(levels, next, shape, folded, scales, dim, output);
 }
 
-// What is fetched while the values of a list's page `i` are worked on: those of a later page, then keys of the next row.
-VERA_INLINE const uint8_t* after_values(const TieredRow& row, const int* list, int i, int count) {
-  if (i + kFoldedPages < count) return page_of(row, list[i + kFoldedPages]).sketch.values;
-  const uint8_t* own = page_of(row, list[i]).sketch.values;
-  const int index = i + kFoldedPages - count;
-  if (index >= row.num_next_pages) return own;
-  const TieredPage& page = row.next_pages[index * row.page_stride];
-  return page.has_slot || !has_sketch(page) ? own : page.sketch.keys;
-}
-
 template <int kBits, int H>
-void values_by_sketch(const TieredRow& row, const Memory& memory, const int* list, int begin, int count, int head) {
+void values_by_sketch(const TieredRow& row, const Memory& memory, int begin, int head) {
   const Shape& shape = row.shape;
-  const int end = least(begin + kFoldedPages, count), head_bytes = 4 * shape.page_size;
+  const int* list = memory.by_sketch;
+  const int end = least(begin + kFoldedPages, memory.num_by_sketch), head_bytes = 4 * shape.page_size;
+  const auto value_part = [&](int page) { return page_of(row, page).sketch.values; };
   for (int i = begin; i < end; i++) {
-    prefetch_bytes(after_values(row, list, i, count), head_bytes);
+    prefetch_bytes(after(memory, i, value_part(list[i]), value_part), head_bytes);
     fold_weights<kBits, H>(row, list[i], head, memory.unrounded, memory.folded(i - begin));
   }
   for (int i = begin; i < end; i++) {
-    const uint8_t* levels = page_of(row, list[i]).sketch.values + head_bytes;
+    const uint8_t* part = value_part(list[i]);
     float* partial = partial_of(row, list[i]);
     const Folded folded = memory.folded(i - begin);
     float scales[H];
@@ -641,8 +659,8 @@ void values_by_sketch(const TieredRow& row, const Memory& memory, const int* lis
       scales[h] = folded.scales[h] * factor;
       partial[ptrdiff_t(shape.group) * shape.head_dim + head + h] += folded.offsets[h] * factor;
     }
-    value_products<kBits, H, level_vectors(H)>(levels, after_values(row, list, i, count) + head_bytes, shape, folded, scales, 0,
-                                               partial + ptrdiff_t(head) * shape.head_dim);
+    value_products<kBits, H, level_vectors(H)>(part + head_bytes, after(memory, i, part, value_part) + head_bytes, shape, folded,
+                                               scales, 0, partial + ptrdiff_t(head) * shape.head_dim);
   }
 }
 
@@ -683,25 +701,33 @@ constexpr SketchWork kValuesBySketch[] = {nullptr,
 
 template <class T>
 void values(const TieredRow& row, int first, int end) {
-  const Memory memory = divide(row);
+  Memory memory = divide(row);
   const int pages_of_span = kSpanTokens / row.shape.page_size;
   const ptrdiff_t partial_floats = ptrdiff_t(tiered_partial_floats(row.shape));
   for (ptrdiff_t i = first * partial_floats; i < end * partial_floats; i++) row.state.partials[i] = 0.0f;
-  int by_sketch = 0, exact = 0;
   for (int page = first * pages_of_span; page < least(end * pages_of_span, row.num_pages); page++) {
     const PageService& service = row.state.service[page];
     if (service.left_out) continue;
     if (service.by_sketch)
-      memory.by_sketch[by_sketch++] = page;
+      memory.by_sketch[memory.num_by_sketch++] = page;
     else
-      memory.exact[exact++] = page;
+      memory.exact[memory.num_exact++] = page;
   }
-  for (int i = 0; i < exact; i++) {
+  for (int page = 0, found = 0; page < row.num_next_pages && found < kFoldedPages; page++) {
+    const TieredPage& next = row.next_pages[page * row.page_stride];
+    if (is_read_by_sketch(next, false)) memory.upcoming[found++] = next.sketch.keys;
+  }
+  // Which values are read was not known before now: the first ones by sketch are fetched while the exact ones are worked on.
+  const int part_bytes = int(value_part_bytes(row.shape.page_size, row.shape.head_dim, row.sketch_bits));
+  const int fetched = least(memory.num_by_sketch, kFoldedPages);
+  for (int i = 0; i < most(memory.num_exact, fetched); i++) {
+    if (i < fetched) prefetch_bytes(page_of(row, memory.by_sketch[i]).sketch.values, part_bytes);
+    if (i >= memory.num_exact) continue;
     const int page = memory.exact[i];
-    const void* next = page_of(row, memory.exact[least(i + 1, exact - 1)]).exact.values;
+    const void* next = page_of(row, memory.exact[least(i + 1, memory.num_exact - 1)]).exact.values;
     for_each_pass(row.shape.group, [&](int head, int heads) { kExactValues<T>[heads](row, memory, page, next, head); });
   }
-  for_each_sketch(row, memory, memory.by_sketch, by_sketch, kValuesBySketch, values_by_sketch<2, 1>, values_by_sketch<8, 1>);
+  for_each_sketch(row, memory, kValuesBySketch, values_by_sketch<2, 1>, values_by_sketch<8, 1>);
 }
 
 void merge(const TieredRow& row) {
@@ -709,16 +735,16 @@ void merge(const TieredRow& row) {
   const int spans = (row.num_pages * row.shape.page_size + kSpanTokens - 1) / kSpanTokens;
   const ptrdiff_t partial_floats = ptrdiff_t(tiered_partial_floats(row.shape));
   for (int h = 0; h < group; h++) {
-    float* output = row.output + ptrdiff_t(h) * head_dim;
-    for (int c = 0; c < head_dim; c++) output[c] = 0.0f;
+    const float* line = row.state.partials + ptrdiff_t(h) * head_dim;
+    const float* offsets = row.state.partials + ptrdiff_t(group) * head_dim + h;
     float offset = 0.0f;
-    for (int span = 0; span < spans; span++) {
-      const float* partial = row.state.partials + span * partial_floats;
-      for (int c = 0; c < head_dim; c++) output[c] += partial[ptrdiff_t(h) * head_dim + c];
-      offset += partial[ptrdiff_t(group) * head_dim + h];
+    for (int span = 0; span < spans; span++) offset += offsets[span * partial_floats];
+    const Vec inverse = broadcast(1.0f / row.state.totals[h]);
+    for (int c = 0; c < head_dim; c += kWidth) {
+      Vec total = broadcast(offset);
+      for (int span = 0; span < spans; span++) total = total + load(line + span * partial_floats + c);
+      store(row.output + ptrdiff_t(h) * head_dim + c, total * inverse);
     }
-    const float inverse = 1.0f / row.state.totals[h];
-    for (int c = 0; c < head_dim; c++) output[c] = (output[c] + offset) * inverse;
   }
 }
 
