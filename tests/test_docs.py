@@ -10,10 +10,14 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.embedded
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
-def test_python_example_runs(readme, capsys):
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / readme).read_text(), re.S)
-    exec(compile(code, readme, "exec"), {})
+def test_python_examples_run(readme, capsys):
+    first, adaptive = re.findall(r"```python\n(.*?)```", (ROOT / readme).read_text(), re.S)
+    names = {}
+    exec(compile(first, readme, "exec"), names)
     assert "The capital of France is Paris." in capsys.readouterr().out
+    exec(compile(adaptive, readme, "exec"), names)
+    printed = capsys.readouterr().out
+    assert "CacheUse(" in printed and "The capital of France is Paris." in printed
 
 
 def test_both_readmes_show_the_same_commands():

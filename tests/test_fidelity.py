@@ -271,17 +271,8 @@ def test_control_that_fails_is_reported_and_the_rest_is_there(model: str, monkey
     render_fidelity(result)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--text", "poetry"], "poetry"),
-        (["--tolerance", "2"], "attention_tolerance=2"),
-        (["--context", "100"], "min_context=2048"),
-        (["--set", "hot=1"], "hot"),
-    ],
-)
-def test_mistake_on_the_command_line_gives_one_message(arguments: list[str], message: str) -> None:
-    run = vera_fidelity(*arguments)
+def test_mistake_on_the_command_line_gives_one_message() -> None:
+    run = vera_fidelity("--context", "100")
     assert (run.returncode, run.stdout) == (2, "")
-    assert message in run.stderr
+    assert "min_context=2048" in run.stderr
     assert "Traceback" not in run.stderr

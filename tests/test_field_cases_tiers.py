@@ -58,7 +58,7 @@ def strict(**options: Any) -> Engine:
 
 @pytest.mark.parametrize("fidelity", ["bounded", "exact"])
 @pytest.mark.parametrize("after", [[1], [PAGE - 1], [PAGE], [PAGE + 1], [20], [5, 20]])
-@pytest.mark.parametrize("length", [60, 70, 3 * PAGE])
+@pytest.mark.parametrize("length", [60, 5 * PAGE])
 def test_resumed_request_has_its_own_history_and_no_token_twice(length, after, fidelity):
     engine = strict()
     prompt = prompt_of(length)
@@ -301,7 +301,7 @@ def test_pages_of_other_weights_are_never_served_from_any_tier(state):
 
 @pytest.mark.parametrize("fidelity", ["exact", "bounded"])
 @pytest.mark.parametrize("preempted", [False, True])
-@pytest.mark.parametrize("length", [63, 64, 65, 79, 80, 81, 96, 97])
+@pytest.mark.parametrize("length", [64, 65, 79, 80, 81, 96])
 def test_second_time_around_at_every_page_border(length, preempted, fidelity):
     engine = strict()
     prompt = prompt_of(length)
@@ -380,8 +380,8 @@ def test_estimated_error_is_zero_where_every_page_is_read():
     assert use.error_max == 0.0 and use.error_mean == 0.0
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 16, 17])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("length", [1, 2, 3, 17])
+@pytest.mark.parametrize("bits", [2, 8])
 @pytest.mark.parametrize(
     "extreme",
     [
@@ -480,12 +480,12 @@ def test_requests_that_fill_the_pool_between_them_all_end(warm_blocks, fidelity)
     """Each fits alone, not together: no endless taking turns."""
     engine = tiered_engine(frames=14, warm_blocks=warm_blocks, max_num_seqs=3, attention_backend="cpu")
     longest = min(engine.max_model_len, engine.cache.longest_sequence(fidelity))
-    ids = [engine.add_request(prompt_of(longest - 80, seed), greedy(80), fidelity=fidelity) for seed in range(3)]
+    ids = [engine.add_request(prompt_of(longest - 40, seed), greedy(40), fidelity=fidelity) for seed in range(3)]
     updates = finish(engine, most_steps=2000)
     for seed, request_id in enumerate(ids):
         assert updates[request_id][-1].finish_reason == "length"
         if fidelity != "bounded":
-            assert is_native_answer(prompt_of(longest - 80, seed), tokens_of(updates[request_id]))
+            assert is_native_answer(prompt_of(longest - 40, seed), tokens_of(updates[request_id]))
 
 
 def test_random_prompts_never_count_as_cached_in_any_tier():

@@ -398,7 +398,8 @@ class LayerRun {
     const size_t at = report_place(item.sequence, item.first_head);
     for (int block = 0; block < row.num_pages; block++) {
       batch_.tiers()->masses[at + size_t(block)] += row.state.peaks[block];
-      if (row.state.service[block].hit) batch_.tiers()->frequencies[at + size_t(block)] += 1.0f;
+      if (row.state.service[block].hit || row.state.needed[block] > 0.0f)
+        batch_.tiers()->frequencies[at + size_t(block)] += 1.0f;
     }
   }
 

@@ -150,12 +150,13 @@ struct TieredState {
   float* maxima;    // largest logit of each page
   float* sums;      // of the page's weights
   float* squares;   // of the page's weights, squared
-  float* variance;  // var_K nu^2 + var_V of pages read by sketch, else 0
+  float* variance;  // var_K nu^2 + var_V of pages read by sketch; the same, negative, of hot pages that have one; else 0
   float* masses;    // the page's sum of p
   float* factors;   // exp(the page's largest logit - the row's)
   float* errors;    // e
   float* nu;        // [page_stride]; 0 where there is no sketch
   float* peaks;     // [page_stride]: the largest of the heads' masses
+  float* needed;    // [page_stride]: above 0 for hot pages that would have been hit, had they been read by sketch
   float* costs;     // [page_stride]: the largest of the heads' masses, times nu; infinite where there is no sketch
   float* totals;    // [group]: sum of exp(logit - largest)
   float* partials;  // [spans] of tiered_partial_floats
@@ -168,7 +169,7 @@ static constexpr size_t tiered_state_floats(const Shape& shape, int pages) {
   const size_t stride = size_t(tiered_page_stride(pages)), group = size_t(shape.group);
   const size_t spans = (size_t(pages) * size_t(shape.page_size) + kSpanTokens - 1) / kSpanTokens;
   return stride * group * size_t(shape.page_size)  // weights
-         + (7 * group + 3) * stride                // numbers by head and page, and by page
+         + (7 * group + 4) * stride                // numbers by head and page, and by page
          + (group + 15) / 16 * 16                  // totals
          + (spans * tiered_partial_floats(shape) + 15) / 16 * 16
          + stride;                                 // service
@@ -194,6 +195,7 @@ static inline TieredState tiered_state(const Shape& shape, int pages, float* mem
   state.errors = take(by_head);
   state.nu = take(size_t(stride));
   state.peaks = take(size_t(stride));
+  state.needed = take(size_t(stride));
   state.costs = take(size_t(stride));
   state.totals = take(size_t(shape.group));
   state.partials = take(spans * tiered_partial_floats(shape));

@@ -306,6 +306,23 @@ constexpr ExactLogits<T> kExactLogits[] = {nullptr,
                                            exact_logits<T, 7>,
                                            exact_logits<T, 8>};
 
+// What reading a hot page by its sketch would cost: -(var_K nu^2 + var_V) of each head.
+void shadow_variance(const TieredRow& row, const Memory& memory, int page) {
+  const uint8_t* part = page_of(row, page).sketch.keys;
+  const Half* steps = halves(part + kSketchHeaderBytes);
+  float header[2];
+  __builtin_memcpy(header, part, sizeof header);
+  for (int h = 0; h < row.shape.group; h++) {
+    Vec squares = broadcast(0.0f);
+    for (int c = 0; c < row.shape.head_dim; c += kWidth) {
+      const Vec factor = load(memory.query + ptrdiff_t(h) * row.shape.head_dim + c) * load(steps + c);
+      squares = fma(factor, factor, squares);
+    }
+    row.state.variance[ptrdiff_t(h) * row.state.page_stride + page] =
+        -(sum(squares) * (1.0f / 12.0f) * header[0] * header[0] + header[1]);
+  }
+}
+
 // `next` are the keys or values read after this page.
 template <class T>
 void exact_page(const TieredRow& row, const Memory& memory, int page, const void* next) {
@@ -315,6 +332,7 @@ void exact_page(const TieredRow& row, const Memory& memory, int page, const void
   if (has_sketch(tiered)) __builtin_memcpy(&nu, tiered.sketch.keys, sizeof nu);
   row.state.nu[page] = nu;
   for (int h = 0; h < row.shape.group; h++) row.state.variance[ptrdiff_t(h) * row.state.page_stride + page] = 0.0f;
+  if (has_sketch(tiered) && tiered.has_slot) shadow_variance(row, memory, page);
 }
 
 using SketchWork = void (*)(const TieredRow&, const Memory&, int begin, int head);
@@ -435,7 +453,8 @@ void combine(const TieredRow& row) {
       const Vec mass = share * load(sums + i);
       store(masses + i, mass);
       store(state.peaks + i, larger(mass, load(state.peaks + i)));
-      store(errors + i, share * share * load(state.squares + h * stride + i) * load(state.variance + h * stride + i));
+      const Vec variance = larger(load(state.variance + h * stride + i), broadcast(0.0f));
+      store(errors + i, share * share * load(state.squares + h * stride + i) * variance);
     }
   }
 }
@@ -584,6 +603,24 @@ void sum_up(const TieredRow& row, float norm) {
   *row.outcome = outcome;
 }
 
+// Marks the hot pages that would have been hit if they had been read by sketch, all else being as it is.
+void mark_needed(const TieredRow& row, float norm) {
+  const TieredState& state = row.state;
+  const int stride = state.page_stride;
+  const float allowed = row.tolerance * norm;
+  for (int i = 0; i < stride; i++) state.needed[i] = 0.0f;
+  for (int h = 0; h < row.shape.group; h++) {
+    const Vec room = broadcast(allowed * allowed - sum_over_pages(state.errors + h * stride, stride));
+    const Vec inverse = broadcast(1.0f / state.totals[h]), zero = broadcast(0.0f);
+    for (int i = 0; i < stride; i += kWidth) {
+      const Vec variance = load(state.variance + h * stride + i), share = load(state.factors + h * stride + i) * inverse;
+      const Vec error = zero - share * share * load(state.squares + h * stride + i) * variance;
+      const Vec excess = select_less(variance, zero, error - room, zero);
+      store(state.needed + i, larger(excess, load(state.needed + i)));
+    }
+  }
+}
+
 template <class T>
 void select(const TieredRow& row) {
   pad(row);
@@ -591,6 +628,7 @@ void select(const TieredRow& row) {
   do combine(row);
   while (hit<T>(row, norm));
   if (row.probe) return;
+  mark_needed(row, norm);
   leave_out(row, row.skip_share * row.tolerance * norm);
   sum_up(row, norm);
 }

@@ -97,8 +97,14 @@ def _run(
     if settings.cache_max_bytes is None:
         all_tokens = longest + len(prompts) * (max_tokens + settings.page_size)
         settings = replace(settings, cache_max_bytes=int(_SLACK * _native_bytes(model, settings, all_tokens)))
-    engine = {"num_threads": num_threads, "max_num_seqs": len(prompts), "max_model_len": min(longest, model.spec.max_context)}
-    with MemoryMeter() as memory, LLM(model, cache=settings, **engine) as llm:
+    llm = LLM(
+        model,
+        cache=settings,
+        num_threads=num_threads,
+        max_num_seqs=len(prompts),
+        max_model_len=min(longest, model.spec.max_context),
+    )
+    with MemoryMeter() as memory, llm:
         answers, peaks = _answer(llm.engine, prompts, max_tokens, console)
         stats = llm.engine.stats.snapshot()
         tiers = _tier_figures(llm.engine)

@@ -98,7 +98,8 @@ class TierReport:
     """`[rows, layers, kv_heads, max_blocks]` float32, added to: each page's attention mass (sum of `p_i`, the largest of the
     query heads of the group) of each bounded decode row or probe. Rows served exactly record nothing."""
     frequencies: Tensor
-    """The same shape and dtype, added to: 1 for each decode row or probe that hit the page."""
+    """The same shape and dtype, added to: 1 for each bounded decode row or probe that hit the page, or, where the page has a slot
+    and a sketch, would have hit it: its own `e`, were it sketched, added to those of the row exceeds `(tolerance * N)^2`."""
     hits: list[Tensor] = field(default_factory=list)
     """For each layer with hits: `[hits, 5]` int32 of sequence, layer, KV head, block (its index in the sequence), and 1 if
     the page is cold, else 0."""

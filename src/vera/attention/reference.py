@@ -129,7 +129,7 @@ class _Sequence:
         budget = self.tiers.skip_share * self.tiers.tolerance * sketches.norm
         left_out = _cheapest(masses * sketches.nu[:, None], sketches.there, budget)
         if record is not None:
-            record.attention(self.index, masses, served.hit)
+            record.attention(self.index, masses, served.hit | self._needed(query, served, sketches))
             record.service(self.index, served, sketches, masses, left_out)
         values = _mixed(exact.values, sketches.pages.values, served.by_sketch).masked_fill(left_out[:, :, None, None], 0)
         return torch.einsum("kgs,ksd->kgd", served.weights, self._written_values(values))
@@ -166,6 +166,14 @@ class _Sequence:
                 return _Served(weights, by_sketch, hit, errors)
             worst = _largest(open_errors, rest=(allowed / 2) ** 2)
             hit = hit | (worst & exceeding[:, :, None]).any(dim=1)
+
+    def _needed(self, query: Tensor, served: _Served, sketches: _Sketches) -> Tensor:
+        """`[kv_heads, blocks]`: hot pages that would have been hit if they had been read by sketch, all else being as it is."""
+        assert self.tiers is not None
+        allowed = (self.tiers.tolerance * sketches.norm[:, None]) ** 2
+        own = self._page_sums(served.weights.square()) * sketches.variance(query * self.options.scale)
+        needed = (own + served.errors.sum(dim=-1, keepdim=True) > allowed[:, :, None]).any(dim=1)
+        return needed & sketches.there & self._has_slot()
 
     def _page_sums(self, weights: Tensor) -> Tensor:
         """`[..., tokens]` added up by page: float64 `[..., blocks]`."""
@@ -341,7 +349,7 @@ class _Record:
         self.hits: list[Tensor] = []
 
     def attention(self, sequence: int, masses: Tensor, hit: Tensor) -> None:
-        """A decode row or probe: its masses `[kv_heads, group, blocks]`, the pages that it hit `[kv_heads, blocks]`."""
+        """A decode row or probe: its masses `[kv_heads, group, blocks]`, the pages that it hit or needed `[kv_heads, blocks]`."""
         row, blocks = int(self.rows[sequence]), hit.shape[1]
         self.report.masses[row, self.layer, :, :blocks] += masses.amax(dim=1).float()
         self.report.frequencies[row, self.layer, :, :blocks] += hit

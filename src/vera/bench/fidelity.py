@@ -116,15 +116,15 @@ def run_fidelity(bench: FidelityBench) -> dict[str, Any]:
         for run in (reference, measured):
             if "failed" in run.outcome:
                 raise VeraError(f"{run.name} failed: {run.outcome['failed']}")
-        drift = lesson.drift(reference, measured)
+        figures = lesson.drift(reference, measured)
         measured.logits_path.unlink()
         controls = _controls(bench, lesson, reference) if bench.controls else {}
-    perplexity = {"native": drift.pop("perplexity_reference"), _name_of(bench): drift.pop("perplexity")}
+    perplexity = {"native": figures.pop("perplexity_reference"), _name_of(bench): figures.pop("perplexity")}
     return {
         "text": bench.text,
         "context": bench.context,
         "tokens": bench.tokens,
-        **drift,
+        **figures,
         "perplexity": perplexity,
         **_cache_figures(measured.outcome, bench.tokens),
         "controls": controls,
@@ -170,9 +170,9 @@ def _control(lesson: _Lesson, reference: _Run, other: _Run) -> dict[str, Any]:
     for run in (reference, other):
         if "failed" in run.outcome:
             return {"failed": run.outcome["failed"]}
-    drift = lesson.drift(reference, other)
+    figures = lesson.drift(reference, other)
     other.logits_path.unlink()
-    return drift
+    return figures
 
 
 @dataclass(frozen=True, slots=True)

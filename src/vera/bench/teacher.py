@@ -6,6 +6,7 @@ that each step ends with is the text's. `prepare` and `force` are the jobs of `f
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ _FP8 = torch.float8_e4m3fn
 _FP8_LARGEST = 448.0
 _SPARE_BLOCKS = 4
 _OVERHEAD = 1.1
-"""The ceiling of the cache, in sizes of the exact pages: so that tables and staging have room and nothing is preempted."""
+"""The ceiling of the cache, in sizes of its blocks were they exact: room for tables and statistics besides."""
 
 
 def prepare(*, model: str, text: str, context: int, tokens: int) -> dict[str, Any]:
@@ -119,9 +120,7 @@ class Teacher(Engine):
         """
         super().__init__(model, config)
         self._answer = answer
-        shape = (len(answer) - 1, model.spec.vocab_size)
-        # A file mapped into memory is not private memory, so the process's figure stays that of the engine.
-        self._logits: NDArray[np.float32] = open_memmap(logits_path, mode="w+", dtype=np.float32, shape=shape)
+        self._logits = _mapped(logits_path, len(answer) - 1, model.spec.vocab_size)
         self.peak_bytes = 0
         """Most bytes of fast memory that the cache used after a decode step."""
         self.peak_warm_bytes = 0
@@ -176,6 +175,14 @@ class Fp8Model(LoadedModel):
             return attend(layer, query, _fp8(key), _fp8(value), options)
 
         return LoadedModel.forward(self, token_ids, positions, logit_rows, rounded, **arguments)
+
+
+def _mapped(path: Path, rows: int, columns: int) -> NDArray[np.float32]:
+    """A new `.npy` file, all of it on the disk: mapped, so that it does not count as the engine's memory."""
+    array: NDArray[np.float32] = open_memmap(path, mode="w+", dtype=np.float32, shape=(rows, columns))
+    with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)  # a full disk is an OSError here, and a dead process later
+    return array
 
 
 def _fp8(values: Tensor) -> Tensor:

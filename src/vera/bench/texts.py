@@ -9,12 +9,14 @@ from importlib import import_module
 from itertools import count, islice
 from pathlib import Path
 from pydoc_data.topics import topics
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from vera.bench.workload import document_text
 from vera.engine.text import encode_chat
 from vera.errors import ConfigError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KINDS = ("prose", "code", "chat")
 """The built-in texts. The same Python version and tokenizer give the same tokens."""
