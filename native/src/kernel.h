@@ -234,9 +234,8 @@ static constexpr size_t tiered_scratch_floats(const Shape& shape, int pages) {
          + 2 * size_t(shape.group) * size_t(shape.head_dim)  // queries, in two orders
          + 8 * size_t(kMaxPageSize)                         // weights of one page
          + 8 * size_t(kMaxHeadDim)                          // one page's factors before they are rounded
-         + kFoldedPages * 8 * (2 * size_t(kMaxHeadDim) / 4  // factors as bytes
-                               + 2)                         // their scales and offsets
-         + 64;
+         + kFoldedPages * (16 * size_t(kMaxHeadDim) + 64) / 4  // factors as bytes
+         + kFoldedPages * 8 * 2;                            // their scales and offsets
 }
 
 struct TieredKernels {

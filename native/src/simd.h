@@ -63,6 +63,10 @@ VERA_INLINE Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
 VERA_INLINE Vec round(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 VERA_INLINE Vec times_power_of_two(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
 VERA_INLINE Vec absolute(Vec x) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), x); }
+VERA_INLINE Vec larger_magnitude(Vec a, Vec b) {
+  constexpr int kLargestMagnitude = 0x0b;  // with the sign bit cleared
+  return _mm512_range_ps(a, b, kLargestMagnitude);
+}
 VERA_INLINE float sum(Vec x) { return _mm512_reduce_add_ps(x); }
 VERA_INLINE float largest(Vec x) { return _mm512_reduce_max_ps(x); }
 // The sums of four vectors' lanes, and their largest ones.
@@ -121,6 +125,8 @@ VERA_INLINE Vec times_power_of_two(Vec x, Vec n) {
   return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
 }
 VERA_INLINE Vec absolute(Vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+// `a` is not negative.
+VERA_INLINE Vec larger_magnitude(Vec a, Vec b) { return larger(a, absolute(b)); }
 VERA_INLINE float sum(Vec x) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -220,6 +226,7 @@ VERA_INLINE Vec times_power_of_two(Vec x, Vec n) {
   return x * reinterpret_cast<Vec>(exponent);
 }
 VERA_INLINE Vec absolute(Vec x) { return of_bits(bits_of(x) & 0x7fffffffu); }
+VERA_INLINE Vec larger_magnitude(Vec a, Vec b) { return larger(a, absolute(b)); }
 VERA_INLINE float sum(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 VERA_INLINE float largest(Vec x) {
   const float a = x[0] > x[2] ? x[0] : x[2];

@@ -18,6 +18,8 @@ namespace {
 constexpr float kLog2E = 1.44269504f;
 constexpr ptrdiff_t kFactorStride = kMaxHeadDim;  // bytes from one head's factors to the next
 constexpr int kPassHeads = 8;                     // most heads that share one read of a page
+// Bytes from one page's factors to the next: not a power of two, which would put them into the same sets of the L1 cache.
+constexpr ptrdiff_t kFoldedStride = 2 * kPassHeads * kFactorStride + 64;
 // Values that are not zero are at least so large that dividing by them gives a number.
 constexpr float kSmallest = 1e-30f;
 
@@ -43,7 +45,7 @@ struct Memory {
   float* offsets;     // the same
 
   Folded folded(int i) const {
-    return {bytes + 2 * i * kPassHeads * kFactorStride, scales + i * kPassHeads, offsets + i * kPassHeads};
+    return {bytes + i * kFoldedStride, scales + i * kPassHeads, offsets + i * kPassHeads};
   }
 };
 
@@ -57,7 +59,7 @@ Memory divide(const TieredRow& row) {
   memory.weights = memory.packed + query_floats;
   memory.unrounded = memory.weights + kPassHeads * kMaxPageSize;
   memory.bytes = reinterpret_cast<int8_t*>(memory.unrounded + kPassHeads * kMaxHeadDim);
-  memory.scales = memory.unrounded + kPassHeads * kMaxHeadDim + kFoldedPages * 2 * kPassHeads * kFactorStride / 4;
+  memory.scales = memory.unrounded + kPassHeads * kMaxHeadDim + kFoldedPages * kFoldedStride / 4;
   memory.offsets = memory.scales + kFoldedPages * kPassHeads;
   return memory;
 }
@@ -108,33 +110,59 @@ VERA_INLINE void prefetch_bytes(const uint8_t* p, int bytes) {
 
 // ---- factors to bytes
 
-// Rounds `count` unrounded factors of each head, none of them larger than the head's tops, to bytes. `offsets`, lane by lane, is
-// what is to be added to the products anyway; levels are brought to their centre here.
-template <int kBits, int H>
-VERA_INLINE void round_factors(const float* unrounded, int count, const Vec (&tops)[H], Vec (&offsets)[H], const Folded& folded) {
+// Where factors wait until the largest of them is known: in registers if there are few and their number is fixed, else in memory.
+template <int H, int kVectors>
+struct Unrounded {
+  Vec held[H][kVectors];
+
+  VERA_INLINE void put(int h, int i, Vec x) { held[h][i] = x; }
+  VERA_INLINE Vec get(int h, int i) const { return held[h][i]; }
+};
+template <int H>
+struct Unrounded<H, 0> {
+  float* memory;  // [H][kMaxHeadDim]
+
+  VERA_INLINE void put(int h, int i, Vec x) { store(memory + h * kMaxHeadDim + i * kWidth, x); }
+  VERA_INLINE Vec get(int h, int i) const { return load(memory + h * kMaxHeadDim + i * kWidth); }
+};
+
+// The vectors of a line of 64 numbers, if those of H heads fit in registers, else 0.
+template <int H>
+constexpr int kHeldVectors = H * (64 / kWidth) <= kRegisters / 2 - 2 ? 64 / kWidth : 0;
+
+// Rounds factors of each head, `vectors` vectors none of which is larger than the head's tops, to bytes. `offsets`, lane by lane,
+// is what is to be added to the products anyway; levels are brought to their centre here.
+template <int kBits, int H, int kVectors>
+VERA_INLINE void round_factors(const Unrounded<H, kVectors>& unrounded, int vectors, const Vec (&tops)[H], Vec (&offsets)[H],
+                               const Folded& folded) {
   // For 8 bits a factor takes two bytes: one alone would lose more than the rounding of the levels.
   constexpr float kLargest = kBits == 8 ? 127.0f * 128.0f : 127.0f;
   constexpr float kCentre = float((1 << kBits) - 1) / 2;
   float largest[kWholeFours<H>];
   store_all_maxima(tops, largest);
+  float inverses[H];
   for (int h = 0; h < H; h++) {
-    const Vec inverse = broadcast(largest[h] > kSmallest ? kLargest / largest[h] : 0.0f);
-    const float scale = largest[h] * (1.0f / kLargest);
+    inverses[h] = largest[h] > kSmallest ? kLargest / largest[h] : 0.0f;
+    folded.scales[h] = largest[h] * (1.0f / kLargest);
+  }
+#pragma GCC unroll 8
+  for (int h = 0; h < H; h++) {
+    const Vec inverse = broadcast(inverses[h]);
     int8_t* bytes = folded.bytes + h * kFactorStride;
     Int total = no_ints();
-    for (int i = 0; i < count; i += kWidth) {
-      const Int factor = to_int(load(unrounded + h * kMaxHeadDim + i) * inverse);
+#pragma GCC unroll 8
+    for (int i = 0; i < (kVectors == 0 ? vectors : kVectors); i++) {
+      const Int factor = to_int(unrounded.get(h, i) * inverse);
       total = add(total, factor);
       if constexpr (kBits == 8) {
         const Int upper = upper_byte(factor);
-        store_bytes(bytes + i, upper);
-        store_bytes(bytes + kPassHeads * kFactorStride + i, lower_byte(factor, upper));
+        store_bytes(bytes + i * kWidth, upper);
+        store_bytes(bytes + kPassHeads * kFactorStride + i * kWidth, lower_byte(factor, upper));
       } else {
-        store_bytes(bytes + i, factor);
+        store_bytes(bytes + i * kWidth, factor);
       }
     }
-    offsets[h] = fma(to_float(total), broadcast(-kCentre * scale), offsets[h]);
-    folded.scales[h] = scale;
+    offsets[h] = fma(to_float(total), broadcast(-kCentre * folded.scales[h]), offsets[h]);
   }
   float sums[kWholeFours<H>];
   store_all_sums(offsets, sums);
@@ -205,25 +233,28 @@ VERA_INLINE void weigh(const TieredRow& row, int page, int head, float* logits, 
 }
 
 // The query times the steps of a page's channels, rounded. Returns var_K of each head in `variances`.
-template <int kBits, int H>
-VERA_INLINE void fold_query(const uint8_t* part, const float* query, int head_dim, float* unrounded, const Folded& folded,
-                            float* variances) {
+template <int kBits, int H, int kVectors>
+VERA_INLINE void fold_query(const uint8_t* part, const float* query, int head_dim, Unrounded<H, kVectors> unrounded,
+                            const Folded& folded, float* variances) {
   const Half* steps = halves(part + kSketchHeaderBytes);
   const Half* mids = steps + head_dim;
   Vec tops[H], offsets[H], squares[H];
   for (int h = 0; h < H; h++) tops[h] = offsets[h] = squares[h] = broadcast(0.0f);
-  for (int c = 0; c < head_dim; c += kWidth) {
-    const Vec step = load(steps + c), mid = load(mids + c);
+  const int vectors = kVectors == 0 ? head_dim / kWidth : kVectors;
+#pragma GCC unroll 8
+  for (int i = 0; i < (kVectors == 0 ? vectors : kVectors); i++) {
+    const Vec step = load(steps + i * kWidth), mid = load(mids + i * kWidth);
+#pragma GCC unroll 8
     for (int h = 0; h < H; h++) {
-      const Vec q = load(query + h * head_dim + c), factor = q * step;
-      store(unrounded + h * kMaxHeadDim + c, factor);
-      tops[h] = larger(tops[h], absolute(factor));
+      const Vec q = load(query + h * head_dim + i * kWidth), factor = q * step;
+      unrounded.put(h, i, factor);
+      tops[h] = larger_magnitude(tops[h], factor);
       squares[h] = fma(factor, factor, squares[h]);
       offsets[h] = fma(q, mid, offsets[h]);
     }
   }
-  round_factors<kBits, H>(unrounded, head_dim, tops, offsets, folded);
   store_all_sums(squares, variances);
+  round_factors<kBits>(unrounded, vectors, tops, offsets, folded);
   for (int h = 0; h < H; h++) variances[h] *= 1.0f / 12.0f;
 }
 
@@ -258,8 +289,11 @@ void logits_by_sketch(const TieredRow& row, const Memory& memory, int begin, int
     prefetch_bytes(after(memory, i, part, key_part), head_bytes);
     float header[2], variances[kWholeFours<H>];
     __builtin_memcpy(header, part, sizeof header);
-    fold_query<kBits, H>(part, memory.query + ptrdiff_t(head) * shape.head_dim, shape.head_dim, memory.unrounded,
-                         memory.folded(i - begin), variances);
+    const float* query = memory.query + ptrdiff_t(head) * shape.head_dim;
+    if (kHeldVectors<H> * kWidth == shape.head_dim)
+      fold_query<kBits>(part, query, shape.head_dim, Unrounded<H, kHeldVectors<H>>{}, memory.folded(i - begin), variances);
+    else
+      fold_query<kBits>(part, query, shape.head_dim, Unrounded<H, 0>{memory.unrounded}, memory.folded(i - begin), variances);
     row.state.nu[list[i]] = header[0];
     for (int h = 0; h < H; h++)
       row.state.variance[ptrdiff_t(head + h) * row.state.page_stride + list[i]] = variances[h] * header[0] * header[0] + header[1];
@@ -641,24 +675,27 @@ VERA_INLINE float* partial_of(const TieredRow& row, int page) {
 }
 
 // A page's weights times the steps of its tokens, rounded.
-template <int kBits, int H>
-VERA_INLINE void fold_weights(const TieredRow& row, int page, int head, float* unrounded, const Folded& folded) {
+template <int kBits, int H, int kVectors>
+VERA_INLINE void fold_weights(const TieredRow& row, int page, int head, Unrounded<H, kVectors> unrounded, const Folded& folded) {
   const int page_size = row.shape.page_size;
   const Half* steps = halves(page_of(row, page).sketch.values);
   const Half* mids = steps + page_size;
   const float* weights = weights_of(row, page, head);
   Vec tops[H], offsets[H];
   for (int h = 0; h < H; h++) tops[h] = offsets[h] = broadcast(0.0f);
-  for (int t = 0; t < page_size; t += kWidth) {
-    const Vec step = load(steps + t), mid = load(mids + t);
+  const int vectors = kVectors == 0 ? page_size / kWidth : kVectors;
+#pragma GCC unroll 8
+  for (int i = 0; i < (kVectors == 0 ? vectors : kVectors); i++) {
+    const Vec step = load(steps + i * kWidth), mid = load(mids + i * kWidth);
+#pragma GCC unroll 8
     for (int h = 0; h < H; h++) {
-      const Vec weight = load(weights + h * page_size + t), factor = weight * step;
-      store(unrounded + h * kMaxHeadDim + t, factor);
+      const Vec weight = load(weights + h * page_size + i * kWidth), factor = weight * step;
+      unrounded.put(h, i, factor);
       tops[h] = larger(tops[h], factor);
       offsets[h] = fma(weight, mid, offsets[h]);
     }
   }
-  round_factors<kBits, H>(unrounded, page_size, tops, offsets, folded);
+  round_factors<kBits>(unrounded, vectors, tops, offsets, folded);
 }
 
 template <int kBits, int H, int V>
@@ -685,7 +722,10 @@ void values_by_sketch(const TieredRow& row, const Memory& memory, int begin, int
   const auto value_part = [&](int page) { return page_of(row, page).sketch.values; };
   for (int i = begin; i < end; i++) {
     prefetch_bytes(after(memory, i, value_part(list[i]), value_part), head_bytes);
-    fold_weights<kBits, H>(row, list[i], head, memory.unrounded, memory.folded(i - begin));
+    if (kHeldVectors<H> * kWidth == shape.page_size)
+      fold_weights<kBits>(row, list[i], head, Unrounded<H, kHeldVectors<H>>{}, memory.folded(i - begin));
+    else
+      fold_weights<kBits>(row, list[i], head, Unrounded<H, 0>{memory.unrounded}, memory.folded(i - begin));
   }
   for (int i = begin; i < end; i++) {
     const uint8_t* part = value_part(list[i]);
