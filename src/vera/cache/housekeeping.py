@@ -33,6 +33,7 @@ DEMOTIONS_A_STEP = 2
 """Blocks of decoding sequences that one step demotes: sequences that grow in step seal theirs at the same time."""
 RECALIBRATIONS_A_STEP = 2
 _SHED_SHARE = 0.1
+_RANKED_PARTS = 8
 
 Integers = NDArray[np.int64]
 
@@ -185,37 +186,64 @@ class Housekeeper:
         if not report.hits:
             return
         hits = torch.cat(report.hits).numpy().astype(np.int64)
-        for row in np.unique(hits[:, 0]):
-            state = self._sequences.get(spans[row].sequence)
-            own = hits[hits[:, 0] == row]
-            self.stats.hits += len(own)
+        self.stats.hits += len(hits)
+        counts = np.bincount(hits[:, 0], minlength=len(spans))
+        hits = hits[hits[:, 4] == 0]
+        warm_counts = np.bincount(hits[:, 0], minlength=len(spans))
+        going: list[tuple[int, int, int]] = []
+        block_ids = np.full(len(hits), -1, dtype=np.int64)
+        for row in np.flatnonzero(counts):
+            state = self._sequences.get(spans[int(row)].sequence)
             if state is None:
                 continue
-            state.use.hits += len(own)
-            warm = own[own[:, 4] == 0]
-            if len(warm):
-                self._make_way(state, len(warm))
-                pages = np.column_stack([state.block_ids[warm[:, 3]], warm[:, 1:3]])
-                self.stats.hit_promotions += self._tables.promote(pages[:, 0], pages[:, 1], pages[:, 2])
-                state.weakest.extend((int(block), int(layer), int(head)) for block, layer, head in pages)
+            state.use.hits += int(counts[row])
+            own = hits[:, 0] == row
+            block_ids[own] = state.block_ids[hits[own, 3]]
+            if warm_counts[row]:
+                going += self._giving_way(state, int(warm_counts[row]))
+        if going:
+            self._cool(np.array(going, dtype=np.int64))
+        running = block_ids >= 0
+        pages = np.unique(np.column_stack([block_ids, hits[:, 1], hits[:, 2]])[running], axis=0)
+        self.stats.hit_promotions += self._tables.promote(pages[:, 0], pages[:, 1], pages[:, 2])
 
-    def _make_way(self, state: Sequence, count: int) -> None:
-        """Cools the sequence's weakest pages, so that `count` more keep it within its share of hot pages.
-
-        Those go first that scored least when heat was last read, then those hit since, the longest ago.
-        """
+    def _giving_way(self, state: Sequence, count: int) -> list[tuple[int, int, int]]:
+        """The sequence's weakest pages: as many as must be cooled for `count` more to keep it within its share of hot pages."""
         blocks = state.block_ids
         tiered = blocks[self._tables.is_tiered(blocks)]
-        hot = int(self._tables.hot_pages(tiered).sum())
+        hot = self._tables.count_hot(tiered)
         excess = hot + count - self._max_hot(state, len(tiered))
-        while excess > 0 and state.weakest:
-            going = [state.weakest.popleft() for _ in range(min(excess, len(state.weakest)))]
-            excess -= self._cool(np.array(going, dtype=np.int64))  # some may have been cooled before
+        going: list[tuple[int, int, int]] = []
+        while len(going) < excess:
+            if not state.weakest:
+                self._rank(state, tiered, besides=going)
+                if not state.weakest:
+                    break
+            page = state.weakest.popleft()
+            if self._tables.is_hot(page):  # it may have been cooled since
+                going.append(page)
+        return going
+
+    def _rank(self, state: Sequence, tiered: Integers, *, besides: Listing[tuple[int, int, int]] = ()) -> None:
+        """Lists the hot pages that give way first: those least needed since heat was last read, of equals the coolest.
+
+        Only the weakest part of them, so that the rest is looked at again with what has been seen by then.
+        """
+        hot = self._tables.hot_pages(tiered) & self._tables.tierable
+        hot[tiered == state.blocks[0]] = False
+        for block, layer, head in besides:
+            hot[tiered == block, layer, head] = False
+        pages = np.argwhere(hot)
+        if state.row is None or not len(pages):
+            return
+        indices = np.flatnonzero(np.isin(state.block_ids, tiered))
+        needed = self.frequencies[state.row].numpy()[pages[:, 1], pages[:, 2], indices[pages[:, 0]]]
+        order = weakest(needed + self.heat.scores(tiered)[hot], -(-len(pages) // _RANKED_PARTS))
+        state.weakest = deque((int(tiered[block]), int(layer), int(head)) for block, layer, head in pages[order])
 
     def _max_hot(self, state: Sequence, tiered_blocks: int) -> int:
         """Pages of a sequence's tiered blocks that may be hot; those of its first block do not count."""
-        shape = self._tables.pool.shape
-        pages = shape.layers * shape.kv_heads
+        pages = int(self._tables.tierable.sum())
         pinned = pages if self._tables.sketch_unit[state.blocks[0]] >= 0 else 0
         return int(self._config.hot_max_share * tiered_blocks * pages) + pinned
 
@@ -437,17 +465,14 @@ class Housekeeper:
         hot = self._tables.hot_pages(tiered)
         released = np.repeat(self._tables.cold_units(tiered), self._tables.window_layers, axis=1)[:, : hot.shape[1], None]
         self.stats.heat.append(summarise(scores, hot, released))
-        hot = hot & (pinned == 0)
-        pages = np.argwhere(hot)
-        order = weakest(scores[hot], len(pages))
-        state.weakest = deque((int(tiered[block]), int(layer), int(head)) for block, layer, head in pages[order])
+        self._rank(state, tiered)
 
     def shed(self) -> bool:
         """Cools a share of all hot pages that have a warm copy, the weakest ones. False: there are none."""
         tables = self._tables
         tiered = np.flatnonzero(tables.sketch_unit >= 0)
         warm = np.repeat(tables.warm_slot[tiered] >= 0, tables.window_layers, axis=1)[:, : tables.pool.shape.layers, None]
-        hot = tables.hot_pages(tiered) & warm
+        hot = tables.hot_pages(tiered) & warm & tables.tierable
         pages = np.argwhere(hot)
         if not len(pages):
             return False

@@ -109,8 +109,9 @@ class TierTables:
         self.staging = staging
         """Slots that a restore writes to; they belong to no block."""
         self._table = pool.page_table.numpy()
-        self._tierable = np.ones((shape.layers, shape.kv_heads), dtype=bool)
-        self._tierable[list(shape.windowed_layers)] = False
+        self.tierable = np.ones((shape.layers, shape.kv_heads), dtype=bool)
+        """`[layers, kv_heads]`: false in layers with a window, whose pages keep their slots."""
+        self.tierable[list(shape.windowed_layers)] = False
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -127,6 +128,14 @@ class TierTables:
         """`[blocks, layers, kv_heads]`: pages that have a slot; for exact blocks all of them."""
         hot: Mask = self._table[np.asarray(blocks, dtype=np.int64)] != NO_PAGE
         return hot
+
+    def count_hot(self, blocks: Integers) -> int:
+        """How many pages of these blocks have a slot, those of windowed layers not counted."""
+        return int(np.count_nonzero((self._table[blocks] != NO_PAGE) & self.tierable))
+
+    def is_hot(self, page: tuple[int, int, int]) -> bool:
+        """Whether the page (block, layer, KV head) has a slot."""
+        return bool(self._table[page] != NO_PAGE)
 
     def cold_units(self, blocks: Sequence[int] | Integers) -> Mask:
         """`[blocks, windows]`: units of tiered blocks without an exact copy (pages of them may still be hot)."""
@@ -185,7 +194,7 @@ class TierTables:
         """
         unit = int(self.exact_unit[block])
         assert unit >= 0
-        kept = np.argwhere(hot | ~self._tierable)
+        kept = np.argwhere(hot | ~self.tierable)
         sketch = self.pool.frames.take(Role.SKETCH, 1)
         slots = self.pool.frames.take(Role.PAGE, len(kept)) if sketch is not None else None
         if sketch is None or slots is None:
@@ -226,7 +235,7 @@ class TierTables:
         pages = np.unique(np.column_stack([blocks, layers, heads]), axis=0)
         blocks, layers, heads = pages[:, 0], pages[:, 1], pages[:, 2]
         slots = self._table[blocks, layers, heads]
-        held = np.flatnonzero((slots != NO_PAGE) & (self.sketch_unit[blocks] >= 0) & self._tierable[layers, heads])
+        held = np.flatnonzero((slots != NO_PAGE) & (self.sketch_unit[blocks] >= 0) & self.tierable[layers, heads])
         if len(held):
             self._table[blocks[held], layers[held], heads[held]] = NO_PAGE
             self._give_slots(slots[held].astype(np.int64))
