@@ -13,6 +13,7 @@ import mmap
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -413,6 +414,7 @@ class FileStore(_MappedStore):
                 f"a file of {max_bytes / _MIB:.0f} MiB for warm pages cannot be made in {directory} ({error}); ask for less, "
                 "or name a directory on another disk"
             ) from error
+        weakref.finalize(self, self._file.close)  # a store that nobody closed is no leak
         super().__init__(
             mapping, slot_bytes, num_slots, copy=copy, transfer_timeout_seconds=transfer_timeout_seconds, clock=clock
         )
