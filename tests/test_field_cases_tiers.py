@@ -534,7 +534,6 @@ def test_counters_never_fall_when_more_is_cached_at_a_resume_than_at_first():
             use.decode_steps,
             use.hits,
             use.recompute_steps,
-            use.recomputed_pages,
             use.uncovered_hits,
             use.error_sum,
             use.error_count,

@@ -451,10 +451,10 @@ def test_disk_space_is_reserved_in_steps_before_use(tmp_path):
     slot_bytes = 2**20
     store = FileStore(slot_bytes, 1000 * slot_bytes, tmp_path, reserve=disk)
     assert disk.calls == []
-    for _ in range(17):
+    for _ in range(3):
         store.allocate(1)
-    assert disk.calls == [(0, 16 * slot_bytes), (16 * slot_bytes, 16 * slot_bytes)]
-    assert store.reserved_bytes == 32 * slot_bytes
+    assert disk.calls == [(0, 2 * slot_bytes), (2 * slot_bytes, 2 * slot_bytes)]
+    assert store.reserved_bytes == 4 * slot_bytes
     store.close()
 
 

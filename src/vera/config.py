@@ -28,7 +28,8 @@ class _Config:
 
 
 FIDELITIES = ("native", "bounded", "exact")
-"""What a request can ask of an adaptive cache: everything hot; within `attention_tolerance`; every page served exactly."""
+"""What a request can ask of an adaptive cache: nothing of its own is demoted; within `attention_tolerance`; pages may be
+demoted, but every one is served exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class CacheConfig(_Config):
     recompute_budget: int = 2
     """Adaptive: most blocks that are restored within one step; cold pages beyond it are served by their sketch and counted."""
     skip_share: float = 0.25
-    """Adaptive: how much of the tolerance may be spent on negligible values that are not read."""
+    """Adaptive: what negligible values that are not read may cost, as a share of the tolerance and on top of it."""
 
     def __post_init__(self) -> None:
         _choice("cache mode", self.mode, ("native", "adaptive"))

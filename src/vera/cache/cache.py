@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
@@ -64,16 +65,19 @@ class AdaptiveCache:
         identity: str,
         max_sequences: int = 16,
         max_tokens: int = 8192,
+        max_chunk: int = 512,
         can_recompute: bool = False,
     ) -> None:
         """`identity` is what makes keys and values differ besides tokens and page format: weights and rope settings.
 
-        `max_sequences` of up to `max_tokens` may run at the same time. `can_recompute`: the caller runs the restores that this
-        cache asks for; without, no page is ever cold. Raises CapacityError or ConfigError for what memory or disk cannot give.
+        `max_sequences` of up to `max_tokens` may run at the same time, each computing up to `max_chunk` tokens a step.
+        `can_recompute`: the caller runs the restores that this cache asks for; without, no page is ever cold. Raises CapacityError
+        or ConfigError for what memory or disk cannot give.
         """
         self.config = config
         self.shape = shape
         self.adaptive = config.mode == "adaptive"
+        self._max_chunk = max_chunk
         self._check_shape()
         max_blocks = -(-max_tokens // config.page_size) + 1
         heat_bytes = 16 * shape.layers * shape.kv_heads
@@ -308,7 +312,12 @@ class AdaptiveCache:
         """Takes in what the step's attention has shown about pages. Call once the model has run, before anything is committed."""
         spans, report = self._step
         if self._keeper is not None and report is not None:
+            before, start = self._keeper.stats.hit_promotions, time.perf_counter()
             self._keeper.observe(spans, report)
+            pages = self._keeper.stats.hit_promotions - before
+            if pages:
+                unit_pages = self.tables.window_layers * self.shape.kv_heads
+                self.costs.measured_read((time.perf_counter() - start) / pages * unit_pages)
 
     def settle(self) -> None:
         """Ends a step: pages move. Call once all its sequences are committed."""
@@ -493,12 +502,13 @@ class AdaptiveCache:
             self.tables.return_slots(target.block, restore.plan.first, restore.plan.stop, lent)
 
     def count_restore(self, sequences: Iterable[str], *, blocks: int, pages: int, seconds: float) -> None:
-        """Takes a step's restores into the figures: the sequences that they were for, and what they took."""
+        """Takes a step's restores into the figures: the sequences that they were for, what they took, the pages made exact."""
         assert self._keeper is not None
         stats = self._keeper.stats
         names = set(sequences)
         stats.recompute_steps += len(names)
         stats.restored_blocks += blocks
+        stats.restored_pages += pages
         stats.restore_seconds += seconds
         for name in names & self._sequences.keys():
             self._sequences[name].use.recompute_steps += 1
@@ -608,8 +618,7 @@ class AdaptiveCache:
 
     def _pinned_blocks(self) -> int:
         """Blocks of a tiered sequence that are exact at any time: the first, the recent, the open one, and those being read."""
-        chunk = -(-512 // self.config.page_size)
-        return 1 + RECENT_BLOCKS + 1 + chunk
+        return 1 + RECENT_BLOCKS + 1 + -(-self._max_chunk // self.config.page_size)
 
     def _footprint(self, num_blocks: int, state: Sequence) -> int:
         """Bytes of the pool that a sequence needs at the most while it grows to `num_blocks`."""
@@ -619,10 +628,12 @@ class AdaptiveCache:
         tiered = num_blocks - pinned
         if self.tables.warm is None or self.tables.warm.num_slots < num_blocks * self.tables.num_windows:
             return num_blocks * self.pool.block_bytes  # a prompt is read exactly, and not all of it can wait warm
+        windowed = tiered * len(self.shape.windowed_layers) * self.shape.kv_heads  # pages that keep their slots
         return (
             pinned * self.pool.block_bytes
             + tiered * self.pool.sketch_bytes
             + int(self.config.hot_max_share * tiered) * self.pool.block_bytes
+            + windowed * self.pool.page_bytes
         )
 
     def _available_bytes(self, *, without: Listing[str] = ()) -> int:
@@ -826,6 +837,8 @@ class AdaptiveCache:
             begin, end = window * tables.window_layers, self.trigger.window_end(window * tables.window_layers)
             if plan.stop < end or tables.warm_slot[block, window] >= 0:
                 continue
+            if not self.costs.reading_pays:
+                continue  # it is cheaper to recompute it again than to read it
             sources = self.pool.slot_addresses(slots[begin - plan.first : end - plan.first])
             if tables.save_unit(block, window, sources):
                 kept += sources.size

@@ -62,6 +62,8 @@ class TierStats:
     recompute_steps: int = 0
     """Those of them in which a cold page was restored."""
     restored_blocks: int = 0
+    restored_pages: int = 0
+    """Cold pages that are exact since."""
     restore_seconds: float = 0.0
     heat: deque[HeatSummary] = field(default_factory=lambda: deque(maxlen=64))
     """The latest heat distributions, one a recalibration."""

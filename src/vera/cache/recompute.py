@@ -30,7 +30,7 @@ class RestorePass:
 
 
 class RecomputeTrigger:
-    """Decides within a budget a step. Blocks that it turns away are remembered and restored before the next step."""
+    """Decides within a budget a step. Blocks that it turns away are remembered, and first in line in the next step's budget."""
 
     def __init__(self, budget: int, window_layers: int, num_layers: int) -> None:
         """`budget`: most blocks that one step restores."""

@@ -27,7 +27,6 @@ class CacheUse:
     """Pages that error control asked for; read exactly in the same step, if they were warm or could be restored."""
     recompute_steps: int = 0
     """Decode steps in which at least one cold page was restored."""
-    recomputed_pages: int = 0
     uncovered_hits: int = 0
     """Hits on cold pages that the step's budget left to their sketch."""
     error_sum: float = 0.0

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 _MIB = 2**20
-_RESERVE_STEP_BYTES = 2 * _MIB
+_RESERVE_STEP_BYTES = 2 * _MIB  # written with zeros in one go: about 4 ms
 _FILESYSTEMS_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "rootfs"}
 
 

@@ -96,6 +96,7 @@ class Engine:
             identity=spec.weights_revision,
             max_sequences=self.config.max_num_seqs,
             max_tokens=spec.max_context,
+            max_chunk=self.config.max_batch_tokens,
             can_recompute=model.has_windows,
         )
         self._revision = spec.weights_revision
