@@ -71,7 +71,7 @@ class AdaptiveCache:
         """`identity` is what makes keys and values differ besides tokens and page format: weights and rope settings.
 
         `max_sequences` of up to `max_tokens` may run at the same time, each computing up to `max_chunk` tokens a step.
-        `can_recompute`: the caller runs the restores that this cache asks for; without, no page is ever cold. Raises CapacityError
+        `can_recompute`: the caller runs the restores that this cache asks for; without, no page is cold. Raises CapacityError
         or ConfigError for what memory or disk cannot give.
         """
         self.config = config
