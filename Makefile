@@ -31,7 +31,7 @@ format: $(READY)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-# The figures of the README; an hour on two cores. `llama.cpp` is measured too if llama-cpp-python is installed.
+# The figures of the README; an hour and a half on two cores. `llama.cpp` is measured too if llama-cpp-python is installed.
 bench: $(READY)
 	$(PY) -m pytest -m bench
 	$(PY) -m vera.cli bench prefill --context 8000 --baseline transformers,llama.cpp --json
@@ -39,6 +39,11 @@ bench: $(READY)
 	$(PY) -m vera.cli bench decode --batch 16 --context 512 --new-tokens 64 --baseline transformers,llama.cpp --json
 	$(PY) -m vera.cli bench decode --batch 1 --context 8000 --new-tokens 64 --baseline transformers,llama.cpp --json
 	$(PY) -m vera.cli bench decode --batch 1 --context 512 --new-tokens 128 --baseline transformers,llama.cpp --json
+	$(PY) -m vera.cli bench decode --batch 16 --context 8000 --new-tokens 64 --cache native,adaptive --json
+	$(PY) -m vera.cli bench decode --batch 16 --context 8000 --new-tokens 64 --cache native,adaptive --cold-share 0.1 --json
+	$(PY) -m vera.cli bench decode --batch 16 --context 2000 --new-tokens 32 --cache native,adaptive --json
+	$(PY) -m vera.cli bench decode --batch 1 --context 512 --new-tokens 64 --cache native,adaptive --json
+	for text in prose code chat; do $(PY) -m vera.cli fidelity --text $$text --json; done
 
 env: $(READY)
 

@@ -79,7 +79,7 @@ class CacheConfig(_Config):
     """Adaptive: band for the share of decode steps that restore a cold page, where host memory is short."""
     recompute_budget: int = 2
     """Adaptive: most blocks that are restored within one step; cold pages beyond it are served by their sketch and counted."""
-    skip_share: float = 0.25
+    skip_share: float = 0.1
     """Adaptive: what negligible values that are not read may cost, as a share of the tolerance and on top of it."""
 
     def __post_init__(self) -> None:
