@@ -57,7 +57,7 @@ class CacheConfig(_Config):
     """Adaptive: tokens between two scans that release cold pages. Recommended 128-512."""
     recompute_layer_limit: int = 16
     """Adaptive: most layers in one recompute, so the length of a window. Recommended 8-16."""
-    attention_tolerance: float = 0.02
+    attention_tolerance: float = 0.015
     """Adaptive: largest estimated error of an attention output, as a share of the largest value norms of its pages."""
     sketch_bits: int = 4
     """Adaptive: bits of a sketched key or value: 2, 4 or 8."""
