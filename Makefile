@@ -9,17 +9,21 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 SOURCES := pyproject.toml $(wildcard native/CMakeLists.txt native/src/*)
 
-.PHONY: demo test check lint format bench clean env
+.PHONY: demo test soak check lint format bench clean env
 
 demo: $(READY)
 	$(PY) -m vera.cli demo
 
 test: $(READY)
-	$(PY) -m pytest -m "not bench"
+	$(PY) -m pytest -m "not bench and not soak"
+
+# Long random lives of the adaptive cache, and its tests on the reference backend.
+soak: $(READY)
+	$(PY) -m pytest -m soak
 
 # What to run before every commit: about a minute.
 check: lint
-	$(PY) -m pytest -m "not bench and not slow and not embedded"
+	$(PY) -m pytest -m "not bench and not soak and not slow and not embedded"
 
 lint: $(READY)
 	$(PY) -m ruff format --check .

@@ -369,7 +369,7 @@ def test_whatever_happens_pages_hold_their_tokens_and_the_books_balance():
     live(examples=25, steps=30)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_whatever_happens_for_long_pages_hold_their_tokens_and_the_books_balance():
     live(examples=250, steps=60)
 

@@ -406,7 +406,7 @@ def test_ceilings_books_and_answers_hold_in_a_random_life(seed):
     assert live(seed, 80, "cpu")["answered"] > 5
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ceilings_books_and_answers_hold_over_thousands_of_steps(backend):
     happened = [live(100 + seed, 150 if backend == "cpu" else 60, backend) for seed in range(24)]
@@ -414,7 +414,7 @@ def test_ceilings_books_and_answers_hold_over_thousands_of_steps(backend):
         assert sum(own[what] for own in happened) > 0, f"nothing was {what}"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ceilings_books_and_answers_hold_in_one_long_life():
     live(4, 1500, "cpu")
 

@@ -235,7 +235,7 @@ def vera_fidelity(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_run_reports_the_agreed_keys(result: dict[str, Any]) -> None:
     assert set(result) >= _AGREED
     assert set(result["perplexity"]) == {"native", "adaptive"}
@@ -245,7 +245,7 @@ def test_run_reports_the_agreed_keys(result: dict[str, Any]) -> None:
     json.dumps(result, allow_nan=False)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_table_has_a_line_for_the_cache_and_each_control(result: dict[str, Any]) -> None:
     console = Console(width=150)
     with console.capture() as capture:

@@ -154,7 +154,7 @@ def test_prefix_found_is_pinned_before_anything_gives_way_for_it():
         assert tokens_of(updates) == reference_tokens(longer, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_warm_store_that_is_always_full_serves_a_thousand_requests():
     engine = tiered_engine(frames=20, warm_blocks=4.1, attention_backend="cpu")
     draw = random.Random(5)

@@ -21,7 +21,7 @@ from vera.engine.engine import Engine
 from vera.engine.request import Update
 from vera.models import LoadedModel
 
-BACKENDS = ("cpu", pytest.param("reference", marks=pytest.mark.slow))
+BACKENDS = ("cpu", pytest.param("reference", marks=pytest.mark.soak))
 
 
 @once

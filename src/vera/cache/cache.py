@@ -25,7 +25,8 @@ from vera.cache.blocks import Blocks, extend_hashes
 from vera.cache.features import Heat
 from vera.cache.frames import Role
 from vera.cache.housekeeping import RECENT_BLOCKS, Housekeeper, TierStats
-from vera.cache.pool import CacheShape, Integers, PagePool, ceiling_bytes
+from vera.cache.memory import available_bytes
+from vera.cache.pool import CacheShape, Integers, PagePool
 from vera.cache.recompute import BlockOf, Costs, RecomputeTrigger, RestorePass
 from vera.cache.sequence import PROBE_TOKENS, CacheUse, Sequence, Span
 from vera.cache.tiers import TierTables, block_overhead_bytes
@@ -35,6 +36,8 @@ from vera.errors import ConfigError
 _LAYOUT_VERSION = "vera-pages-1"
 _WARM_CEILINGS = 4
 """The warm store's limit where none is given, in ceilings of the cache."""
+_RAM_SHARE = 0.9
+"""Of the memory that is available, what cache and warm store together take where no limit for the latter is given."""
 _ALL = 2**40
 """More tokens or blocks than any sequence has."""
 _EXACT = -1.0
@@ -52,6 +55,8 @@ class Restore:
     """`[blocks * page_size, hidden]`: what flows into the first layer; None: begin with the token ids."""
     lent: tuple[Integers, ...]
     """For each block the slots, `[layers, kv_heads]`."""
+    inexact: tuple[bool, ...]
+    """For each block: what lies before it has cold pages or was computed within bounds, so what is restored is not exact."""
 
 
 class AdaptiveCache:
@@ -92,12 +97,13 @@ class AdaptiveCache:
         self._number = 0
         self._step: tuple[list[Span], TierReport | None] = ([], None)
         self.costs = Costs()
+        self._warm_limit = self._allowed_warm_bytes()
         recompute = self.adaptive and can_recompute and config.recompute_budget > 0
         self.tables = TierTables(
             self.pool,
             config,
             warm_dir=_warm_dir(config),
-            warm_bytes=self._warm_limit(),
+            warm_bytes=self._warm_limit,
             checkpoints=recompute and shape.hidden_size > 0,
             staging_pages=config.recompute_budget * shape.layers * shape.kv_heads if recompute else 0,
         )
@@ -371,6 +377,7 @@ class AdaptiveCache:
         Never more than there were. The blocks behind stay findable, as far as they were sealed.
         """
         state = self._sequences[sequence]
+        self.trigger.forget(sequence)
         blocks = min(max(num_tokens, 0), state.num_computed) // self.config.page_size
         dropped = state.blocks[blocks:]
         del state.blocks[blocks:]
@@ -481,7 +488,10 @@ class AdaptiveCache:
         boundary = plan.first // self.tables.window_layers - 1
         parts = [self.tables.checkpoint(target.block, boundary) for target in plan.targets] if plan.first else []
         hidden = torch.cat([part for part in parts if part is not None]) if parts else None
-        return Restore(plan, batch, hidden, lent)
+        inexact = tuple(
+            self._first_inexact(state.blocks[: target.index]) != _ALL for state, target in zip(states, plan.targets, strict=True)
+        )
+        return Restore(plan, batch, hidden, lent, inexact)
 
     def finish_restore(self, restore: Restore, *, hot: Listing[tuple[int, int, int]] = ()) -> int:
         """Takes the lent slots back and keeps what was restored: warm where a whole unit fits the store, and the pages `hot`.
@@ -492,9 +502,19 @@ class AdaptiveCache:
         slots = [tables.slots(target.block, plan.first, plan.stop) for target in plan.targets]
         self.abandon_restore(restore)
         restored = 0
-        for target, own in zip(plan.targets, slots, strict=True):
-            restored += self._keep_restored(target.block, own, plan, [page for page in hot if page[0] == target.block])
+        for target, own, inexact in zip(plan.targets, slots, restore.inexact, strict=True):
+            kept = self._keep_restored(target.block, own, plan, [page for page in hot if page[0] == target.block])
+            if kept and inexact:
+                self._mark_inexact(target.block)
+            restored += kept
         return restored
+
+    def _mark_inexact(self, block: int) -> None:
+        """A block now holds what was computed over an inexact context: nobody may take it for a native cache's."""
+        self._inexact[block] = True
+        for state in self._sequences.values():
+            if state.bounded and block in state.blocks:
+                state.exact_tokens = min(state.exact_tokens, state.blocks.index(block) * self.config.page_size)
 
     def abandon_restore(self, restore: Restore) -> None:
         """Takes the lent slots back; everything is as it was before `begin_restore`."""
@@ -546,7 +566,7 @@ class AdaptiveCache:
         if self.config.cache_max_bytes is not None:
             assert self.pool.capacity_bytes <= self.config.cache_max_bytes, "the cache is above its ceiling"
         if self.tables.warm is not None:
-            assert self.warm_bytes <= self._warm_limit(), "the warm store is above its limit"
+            assert self.warm_bytes <= self._warm_limit, "the warm store is above its limit"
 
     # -- details: admission --------------------------------------------------------------------------------------------
 
@@ -569,7 +589,8 @@ class AdaptiveCache:
         return fidelity == "bounded" or self.tables.warm is not None
 
     def _is_short(self, num_tokens: int) -> bool:
-        return num_tokens <= self.config.min_context
+        exact = self._exact_blocks_alone() * self.config.page_size
+        return num_tokens <= min(self.config.min_context, exact)
 
     def _become_tiered(self, state: Sequence, num_tokens: int) -> None:
         """A sequence that has grown beyond `min_context` may be demoted from now on."""
@@ -847,12 +868,15 @@ class AdaptiveCache:
                 kept += tables.adopt_page(block, layer, head, int(slots[layer - plan.first, head]))
         return kept
 
-    def _warm_limit(self) -> int:
+    def _allowed_warm_bytes(self) -> int:
         if not self.adaptive or self.config.warm_store == "none":
             return 0
         if self.config.warm_bytes is not None:
             return self.config.warm_bytes
-        return _WARM_CEILINGS * ceiling_bytes(self.config)
+        limit = _WARM_CEILINGS * self.pool.capacity_bytes
+        if self.config.warm_store == "ram":
+            limit = min(limit, max(0, int(_RAM_SHARE * available_bytes()) - self.pool.capacity_bytes))
+        return limit
 
     def _exact_blocks_alone(self) -> int:
         staging = len(self.tables.staging)

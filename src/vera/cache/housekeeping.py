@@ -270,7 +270,10 @@ class Housekeeper:
 
     def demote_all_due(self) -> bool:
         """Demotes whatever may be, because room is needed now. False: nothing could be."""
-        return sum(self._demote_due(state, limit=None) for state in self._sequences.values() if state.tiered) > 0
+        tiered = [state for state in self._sequences.values() if state.tiered]
+        for state in tiered:
+            state.demoted = 1  # what was passed over for a reader that has gone since
+        return sum(self._demote_due(state, limit=None) for state in tiered) > 0
 
     def _demote_due(self, state: Sequence, *, limit: int | None) -> int:
         """Demotes the sequence's blocks that are old enough, oldest first; returns how many."""
@@ -309,11 +312,12 @@ class Housekeeper:
         exact_needed = any(self._reads_exactly(reader) for reader in self._readers(block, state))
         if not self.make_warm_room() and (exact_needed or not self._may_be_cold()):
             return False
-        return self._demote_block(block, self._hot_at_demotion(state, index))
+        must_save = exact_needed or not self._may_be_cold()
+        return self._demote_block(block, self._hot_at_demotion(state, index), must_save=must_save)
 
-    def _demote_block(self, block: int, hot: NDArray[np.bool_]) -> bool:
-        """Demotes a block, or remembers that it cannot be sketched. False: the pool has no room."""
-        broken = self._tables.demote(block, hot)
+    def _demote_block(self, block: int, hot: NDArray[np.bool_], *, must_save: bool) -> bool:
+        """Demotes a block, or remembers that it cannot be sketched. False: the pool or the warm store has no room."""
+        broken = self._tables.demote(block, hot, must_save=must_save)
         if broken is None:
             return False
         if broken:
@@ -344,9 +348,8 @@ class Housekeeper:
             if block in self._unsketchable or not self.make_warm_room():
                 return False
             shape = tables.pool.shape
-            return (
-                self._demote_block(block, np.zeros((shape.layers, shape.kv_heads), dtype=bool)) and tables.is_tiered([block])[0]
-            )
+            nothing_hot = np.zeros((shape.layers, shape.kv_heads), dtype=bool)
+            return self._demote_block(block, nothing_hot, must_save=True) and bool(tables.is_tiered([block])[0])
         hot = np.argwhere(tables.hot_pages([block])[0])
         warm = tables.warm_slot[block, hot[:, 0] // tables.window_layers] >= 0
         return self._cool(np.column_stack([np.full(int(warm.sum()), block), hot[warm]])) > 0
@@ -386,7 +389,11 @@ class Housekeeper:
         missing = growth * self._tables.num_windows - (warm.num_slots - warm.num_used)
         num_units, num_cold = self._unit_counts()
         self.controller.observe(
-            steps, self.stats.recompute_steps, num_units=num_units, num_cold=num_cold, short=missing > 0 or num_cold > 0
+            steps,
+            self.stats.recompute_steps + self.stats.uncovered_hits,  # what should have been restored counts as well
+            num_units=num_units,
+            num_cold=num_cold,
+            short=missing > 0 or num_cold > 0,
         )
         if missing > 0:
             self._release_coldest(missing)
@@ -397,6 +404,8 @@ class Housekeeper:
             return
         num_units, num_cold = self._unit_counts()
         count = min(count, self.controller.num_releasable(num_units, num_cold, short=True))
+        if count <= 0:
+            return
         tiered = np.flatnonzero(self._tables.sketch_unit >= 0)
         candidates = self._tables.warm_slot[tiered] >= 0
         keep = self._needed_exact()
@@ -470,11 +479,14 @@ class Housekeeper:
         self._rank(state, tiered)
 
     def shed(self) -> bool:
-        """Cools a share of all hot pages that have a warm copy, the weakest ones. False: there are none."""
+        """Cools a share of all hot pages, the weakest ones; those without a warm copy only if no others are left. False: none."""
         tables = self._tables
         tiered = np.flatnonzero(tables.sketch_unit >= 0)
         warm = np.repeat(tables.warm_slot[tiered] >= 0, tables.window_layers, axis=1)[:, : tables.pool.shape.layers, None]
-        hot = tables.hot_pages(tiered) & warm & tables.tierable
+        candidates = tables.hot_pages(tiered) & tables.tierable
+        hot = candidates & warm
+        if not hot.any() and self._can_recompute:
+            hot = candidates
         pages = np.argwhere(hot)
         if not len(pages):
             return False

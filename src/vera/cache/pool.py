@@ -97,6 +97,8 @@ class PagePool:
         self.frame_blocks = max(1, min(_FRAME_BLOCKS, blocks // _MIN_FRAMES))
         self.frame_bytes = self.frame_blocks * self.block_bytes
         self.frame_sketches = self.frame_bytes // self.sketch_bytes if adaptive else 0
+        if adaptive:
+            self.sketch_bytes = self.frame_bytes // self.frame_sketches  # what is left over in a frame is nobody else's
         ids_per_frame = max(self.frame_blocks, self.frame_sketches)
         overhead = ids_per_frame * (block_overhead_bytes + 4 * shape.layers * shape.kv_heads + 16) if adaptive else 0
         num_frames = ceiling // (self.frame_bytes + overhead)

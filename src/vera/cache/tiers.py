@@ -98,7 +98,10 @@ class TierTables:
         if boundaries:
             # Without a warm store by choice, checkpoints are kept in memory all the same: recompute needs them most of all.
             kind = "ram" if config.warm_store == "none" else config.warm_store
-            room = blocks * boundaries * checkpoint_bytes if config.warm_store == "none" else warm_bytes - for_units
+            room = warm_bytes - for_units
+            if config.warm_store == "none":
+                limit = pool.capacity_bytes if config.warm_bytes is None else config.warm_bytes
+                room = min(blocks * boundaries * checkpoint_bytes, limit)
             self.checkpoints = open_store(kind, checkpoint_bytes, room, warm_dir) if room >= checkpoint_bytes else None
         staging = pool.frames.take(Role.PAGE, staging_pages)
         if staging is None:
@@ -186,11 +189,12 @@ class TierTables:
             self.pool.poison_exact(units)
         return True
 
-    def demote(self, block: int, hot: Mask) -> int | None:
+    def demote(self, block: int, hot: Mask, *, must_save: bool = False) -> int | None:
         """Makes a sealed exact block tiered: sketches, a warm copy of each unit as far as the store has room, `hot` pages kept.
 
-        `hot` is `[layers, kv_heads]`; pages of windowed layers stay hot whatever it says. None: the pool has no room, nothing
-        changed. Else the number of pages that hold a value that is not finite: if there is any, nothing changed either.
+        `hot` is `[layers, kv_heads]`; pages of windowed layers stay hot whatever it says. None: the pool has no room, or with
+        `must_save` the warm store has none for all units (a disk may turn out to be full); nothing changed. Else the number of
+        pages that hold a value that is not finite: if there is any, nothing changed either.
         """
         unit = int(self.exact_unit[block])
         assert unit >= 0
@@ -208,7 +212,12 @@ class TierTables:
             self.pool.frames.give(Role.SKETCH, sketch)
             self.pool.frames.give(Role.PAGE, slots)
             return broken
-        self._save(block, sources)
+        if not self._save(block, sources) and must_save:
+            for window in np.flatnonzero(self.warm_slot[block] >= 0):
+                self.release_unit(block, int(window))
+            self.pool.frames.give(Role.SKETCH, sketch)
+            self.pool.frames.give(Role.PAGE, slots)
+            return None
         copy_bytes(sources[kept[:, 0], kept[:, 1]], self.pool.slot_addresses(slots), self.pool.page_bytes)
         self._table[block] = NO_PAGE
         self._table[block, kept[:, 0], kept[:, 1]] = slots
@@ -294,8 +303,9 @@ class TierTables:
     def compact(self, role: Role) -> None:
         """Moves units together, so that frames become free."""
         frames = self.pool.frames
-        owners = self._owners(role)
-        for source, target in frames.compaction(role):
+        moves = frames.compaction(role)
+        owners = self._owners(role) if moves else {}
+        for source, target in moves:
             owner = owners.pop(source)
             self._move(role, owner, source, target)
             frames.complete_move(role, source, target)
@@ -397,12 +407,13 @@ class TierTables:
         units = self.warm_address.numpy()[blocks, window]
         return np.where(units != 0, units + (layer * self.pool.shape.kv_heads + heads) * self.pool.page_bytes, 0)
 
-    def _save(self, block: int, sources: Integers) -> None:
-        """Makes the units warm as far as there is room; `sources` are the pages' addresses, `[layers, kv_heads]`."""
+    def _save(self, block: int, sources: Integers) -> bool:
+        """Makes the units warm as far as there is room; `sources`, `[layers, kv_heads]`, are the pages. False: not all."""
         for window in range(self.num_windows):
             layers = slice(window * self.window_layers, (window + 1) * self.window_layers)
             if not self.save_unit(block, window, sources[layers]):
-                return
+                return False
+        return True
 
     def _copy_tiered(self, source: int, target: int) -> bool:
         hot = np.argwhere(self._table[source] != NO_PAGE)

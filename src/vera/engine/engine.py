@@ -145,10 +145,12 @@ class Engine:
         request_id = request_id if request_id is not None else f"request-{arrival}"
         self._check_terms(request_id, priority, timeout_seconds)
         self._check_fidelity(fidelity, attention_tolerance)
-        self._check_room(len(prompt) + (params.max_tokens or max(1, params.min_tokens)), fidelity)
+        wanted = params.max_tokens or max(1, params.min_tokens)
+        longest = self._check_room(len(prompt) + wanted, fidelity)
         if self.num_waiting >= self.config.max_waiting:
             raise CapacityError(f"{self.config.max_waiting} requests are waiting already; try later or raise max_waiting")
         request = self._new_request(request_id, arrival, prompt, params)
+        request.max_tokens = min(request.max_tokens, longest - len(prompt))
         request.priority = priority
         request.fidelity, request.attention_tolerance = fidelity, attention_tolerance
         request.arrived_at = request.arrived_at if arrived_at is None else arrived_at
@@ -270,11 +272,13 @@ class Engine:
 
         For `exact` and `native`, keys and values that were computed within bounds are computed again, so that the answer goes on
         as a native one would. Cold pages are restored; where there is no room for that, the request starts over from its tokens,
-        as after a preemption. Raises RequestError for an unknown request or fidelity.
+        as after a preemption. Raises RequestError for an unknown request or fidelity, RequestTooLong where the request could
+        outgrow what the cache holds at that fidelity; nothing has changed then.
         """
         self._check_fidelity(fidelity, None)
         if (request := self._requests.get(request_id)) is None:
             raise RequestError(f"there is no request {request_id!r} running or waiting")
+        self._check_room(len(request.prompt_token_ids) + request.max_tokens, fidelity)
         request.fidelity = fidelity
         if request.status is not Status.RUNNING:
             return
@@ -351,15 +355,15 @@ class Engine:
             asked = f"fidelity={fidelity!r}" if fidelity not in (None, "native") else f"attention_tolerance={tolerance}"
             raise RequestError(f"{asked} needs an adaptive cache, and this engine's is native; make it with cache='adaptive'")
 
-    def _check_room(self, num_tokens: int, fidelity: str | None) -> None:
-        """A request that asks for more exactness than usual may need more room than there will ever be."""
-        if fidelity in (None, self.config.cache.fidelity):
-            return
-        if num_tokens > (longest := self.cache.longest_sequence(fidelity)):
+    def _check_room(self, num_tokens: int, fidelity: str | None) -> int:
+        """The longest sequence at this fidelity: one that asks for more exactness may need more room than there will ever be."""
+        longest = min(self.max_model_len, self.cache.longest_sequence(fidelity))
+        if num_tokens > longest:
             raise RequestTooLong(
                 f"{num_tokens} tokens at fidelity {fidelity!r} are above the {longest} that the cache holds so; "
                 "shorten the prompt, ask for fidelity 'bounded', or raise the cache's ceiling"
             )
+        return longest
 
     def _new_request(self, request_id: str, arrival: int, prompt: Sequence[int], params: SamplingParams) -> Request:
         seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))

@@ -35,8 +35,12 @@ class Restorer:
         """A restore is under way: layers run that are not the step's."""
 
     def begin_step(self) -> None:
-        """Restores what the last step left to its sketch."""
-        for target, layer in self._cache.trigger.begin_step():
+        """Restores what the last step left to its sketch, if what is restored now can be kept until it is needed."""
+        self._served, self._blocks, self._pages, self._seconds = set(), 0, 0, 0.0
+        left_over = self._cache.trigger.begin_step()
+        if not (self._cache.tables.has_warm_room and self._cache.costs.reading_pays):
+            return
+        for target, layer in left_over:
             if self._cache.trigger.choose([target], layer):
                 self._run([target], layer, hot=[])
 
@@ -50,8 +54,11 @@ class Restorer:
         self._cache.count_uncovered([hit for hit in cold if hit.block not in covered])
         if not chosen:
             return False
+        if self._run(chosen, layer, hot=self._cache.cold_hit_pages(batch, layer)) == 0:
+            self._cache.count_uncovered([hit for hit in cold if hit.block in covered])
+            return False
         self._served |= {hit.sequence for hit in cold if hit.block in covered}
-        return self._run(chosen, layer, hot=self._cache.cold_hit_pages(batch, layer)) > 0
+        return True
 
     def restore_all(self, sequence: str) -> bool:
         """The closure: every cold page of a sequence, oldest block first, so that each sees an exact context. False: no room."""
@@ -74,9 +81,11 @@ class Restorer:
     def _run(self, targets: list[BlockOf], layer: int, *, hot: list[tuple[int, int, int]]) -> int:
         """Restores blocks up to `layer`, or to the end of its window if the warm store can take whole units then."""
         start = time.perf_counter()
-        stop = self._cache.trigger.window_end(layer) if self._cache.tables.has_warm_room else layer + 1
+        whole = self._cache.tables.has_warm_room and self._cache.costs.reading_pays
+        stop = self._cache.trigger.window_end(layer) if whole else layer + 1
         restored = sum(self._pass(self._cache.begin_restore(plan), hot) for plan in self._cache.restores(targets, stop))
-        self._served |= {target.sequence for target in targets}
+        if restored:
+            self._served |= {target.sequence for target in targets}
         self._blocks += len(targets)
         self._pages += restored
         self._seconds += time.perf_counter() - start

@@ -100,9 +100,9 @@ class Scheduler:
 
     def _continue(self, request: Request, plan: _Plan) -> None:
         """As many tokens of a running request as the budget allows; none if it was preempted a moment ago."""
-        take = min(request.num_pending, plan.budget)
-        if take and request.status is Status.RUNNING and self._make_room(request, request.num_computed + take, plan):
-            plan.add(request)
+        stop = request.num_computed + min(request.num_pending, plan.budget)
+        if stop > request.num_computed and request.status is Status.RUNNING and self._make_room(request, stop, plan):
+            plan.add(request, stop)
 
     def _make_room(self, request: Request, num_tokens: int, plan: _Plan) -> bool:
         """Blocks for this running request, preempting the last in rank. False: it was itself the last."""
@@ -119,9 +119,10 @@ class Scheduler:
             request = self.waiting[0]
             if not self._admit(request, plan):
                 return
-            if not self._make_room(request, request.num_computed + min(request.num_pending, plan.budget), plan):
+            stop = request.num_computed + min(request.num_pending, plan.budget)
+            if not self._make_room(request, stop, plan):
                 return
-            plan.add(request)
+            plan.add(request, stop)
 
     def _admit(self, request: Request, plan: _Plan) -> bool:
         """Lets the first waiting request run; running requests of a worse priority give way if that is enough."""
@@ -176,9 +177,9 @@ class _Plan:
         """Tokens that may still be added."""
         return self._max_tokens - sum(chunk.stop - chunk.start for chunk in self.chunks.values())
 
-    def add(self, request: Request) -> None:
-        take = min(request.num_pending, self.budget)
-        self.chunks[request.id] = Chunk(request, request.num_computed, request.num_computed + take)
+    def add(self, request: Request, stop: int) -> None:
+        """The request's tokens up to `stop`, for which there are blocks; the budget may have grown since that was settled."""
+        self.chunks[request.id] = Chunk(request, request.num_computed, stop)
 
 
 def _may_reuse(request: Request) -> bool:
