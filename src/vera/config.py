@@ -87,6 +87,10 @@ class CacheConfig(_Config):
         _choice("page_dtype", self.page_dtype, ("float16", "bfloat16", "float32"))
         _choice("page_size", self.page_size, (16, 32, 64, 128))
         _choice("sketch_bits", self.sketch_bits, (2, 4, 8))
+        for name in ("prefix_reuse", "poison"):
+            _choice(name, getattr(self, name), (True, False))
+        if self.warm_dir is not None and not isinstance(self.warm_dir, str):
+            raise ConfigError(f"warm_dir={self.warm_dir!r} must be the path of a folder, or None")
         _choice("fidelity", self.fidelity, FIDELITIES)
         _choice("warm_store", self.warm_store, ("file", "ram", "none"))
         object.__setattr__(self, "recompute_target", tuple(self.recompute_target))  # JSON and YAML have lists
@@ -180,7 +184,7 @@ class EngineConfig(_Config):
 
 ENVIRONMENT = {
     "VERA_HOME": "where converted models are kept",
-    "VERA_CPU_ISA": "the kernels' instruction set: avx512, avx2 or portable",
+    "VERA_CPU_ISA": "the kernels' instruction set: avx512vnni, avx512, avx2 or portable",
 }
 """Every environment variable that Vera reads. Settings come from arguments alone."""
 
