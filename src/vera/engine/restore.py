@@ -40,9 +40,12 @@ class Restorer:
         left_over = self._cache.trigger.begin_step()
         if not (self._cache.tables.has_warm_room and self._cache.costs.reading_pays):
             return
+        together: dict[int, list[BlockOf]] = {}
         for target, layer in left_over:
             if self._cache.trigger.choose([target], layer):
-                self._run([target], layer, hot=[])
+                together.setdefault(self._cache.trigger.window_end(layer), []).append(target)
+        for stop, targets in together.items():
+            self._run(targets, stop - 1, hot=[])
 
     def restore_hits(self, batch: PagedBatch, layer: int) -> bool:
         """Restores the cold pages that `layer` has just hit, within the step's budget. True: pages are exact that were not."""
