@@ -240,10 +240,12 @@ def fidelity(
     context: Annotated[int, typer.Option("--context", help="Tokens of the text that are the prompt.")] = 7700,
     tokens: Annotated[int, typer.Option("--tokens", help="Decode steps, each given the text's next token.")] = 384,
     cache: Annotated[str, typer.Option("--cache", help="adaptive, exact, or native.")] = "adaptive",
-    tolerance: Annotated[float, typer.Option("--tolerance", help="Sets attention_tolerance.")] = 0.02,
-    hot_score_threshold: Annotated[float, typer.Option("--hot-score-threshold", help="Heat from which a page is hot.")] = 0.70,
-    sketch_bits: Annotated[int, typer.Option("--sketch-bits", help="2, 4 or 8.")] = 4,
-    warm_store: Annotated[str, typer.Option("--warm-store", help="file, ram or none.")] = "file",
+    tolerance: Annotated[float | None, typer.Option("--tolerance", help="Sets attention_tolerance.")] = None,
+    hot_score_threshold: Annotated[
+        float | None, typer.Option("--hot-score-threshold", help="Heat from which a page is hot.")
+    ] = None,
+    sketch_bits: Annotated[int | None, typer.Option("--sketch-bits", help="2, 4 or 8.")] = None,
+    warm_store: Annotated[str | None, typer.Option("--warm-store", help="file, ram or none.")] = None,
     warm_bytes: Annotated[int | None, typer.Option("--warm-bytes", help="Most bytes of the warm store.")] = None,
     page_dtype: PageDtype = "float16",
     cache_set: CacheSet = None,
@@ -262,6 +264,7 @@ def fidelity(
         "warm_bytes": warm_bytes,
         "page_dtype": page_dtype,
     }
+    given = {name: value for name, value in named.items() if value is not None}  # all others are CacheConfig's own defaults
     result = run_fidelity(
         FidelityBench(
             model=model,
@@ -269,7 +272,7 @@ def fidelity(
             context=context,
             tokens=tokens,
             cache=cache,
-            settings=CacheConfig.from_dict(named | _settings(cache_set or [])),
+            settings=CacheConfig.from_dict(given | _settings(cache_set or [])),
             controls=controls,
             num_threads=threads,
         )

@@ -84,6 +84,10 @@ class DecodeBench(Bench):
         if self.cold_share is not None and not 0 <= self.cold_share <= 1:
             raise ConfigError(f"cold_share={self.cold_share!r} is outside 0 to 1")
         CacheConfig.from_dict({"mode": "adaptive", **self.adaptive})
+        if "adaptive" not in self.caches and (self.cold_share is not None or self.adaptive):
+            raise ConfigError(
+                f"cold_share and adaptive settings need the adaptive cache, and caches are {', '.join(self.caches)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from vera.attention.protocol import NO_PAGE, PagedBatch, TierReport, Tiers
 from vera.cache.blocks import Blocks, extend_hashes
-from vera.cache.features import Heat
 from vera.cache.frames import Role
 from vera.cache.housekeeping import RECENT_BLOCKS, Housekeeper, TierStats
 from vera.cache.memory import available_bytes
@@ -124,12 +123,6 @@ class AdaptiveCache:
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that fit if every page is exact in the pool, which is what a prompt may need while it is read."""
-        frames = self.pool.frames
-        return frames.num_frames * self.pool.frame_blocks * self.config.page_size
-
     def longest_sequence(self, fidelity: str | None = None) -> int:
         """Tokens of the longest sequence that fits when it runs alone, at a fidelity (None: that of the settings)."""
         state = self._new_state(self.config.min_context + 1, reuse=False, fidelity=fidelity, tolerance=None)
@@ -175,10 +168,6 @@ class AdaptiveCache:
     def tier_stats(self) -> TierStats | None:
         """None: the cache is native."""
         return None if self._keeper is None else self._keeper.stats
-
-    @property
-    def heat(self) -> Heat | None:
-        return None if self._keeper is None else self._keeper.heat
 
     @property
     def checkpoint_layers(self) -> list[int]:

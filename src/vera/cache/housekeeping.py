@@ -417,9 +417,7 @@ class Housekeeper:
 
     def _needed_exact(self) -> Collection[int]:
         """Blocks that a running sequence reads exactly."""
-        return {
-            block for state in self._sequences.values() if not state.bounded or not state.prompt_done for block in state.blocks
-        }
+        return {block for state in self._sequences.values() if self._reads_exactly(state) for block in state.blocks}
 
     # -- heat ----------------------------------------------------------------------------------------------------------
 
