@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from tiny_models import save_tiny, tiny_tokenizer
 from vera.bench import teacher
 from vera.bench.fidelity import FidelityBench, drift, render_fidelity, run_fidelity
 from vera.bench.texts import KINDS, conversation, text_tokens
+from vera.cli import app
 from vera.config import CacheConfig
-from vera.errors import ConfigError, UnsupportedModel
+from vera.errors import ConfigError, UnsupportedModel, VeraError
 
 CONTEXT, TOKENS = 700, 24
 _AGREED = {
@@ -276,3 +278,16 @@ def test_mistake_on_the_command_line_gives_one_message() -> None:
     assert (run.returncode, run.stdout) == (2, "")
     assert "min_context=2048" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_settings_that_the_command_is_not_given_are_the_caches_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def run(bench: Any) -> dict[str, Any]:
+        asked.append(bench.settings)
+        raise VeraError("enough")
+
+    monkeypatch.setattr("vera.bench.fidelity.run_fidelity", run)
+    CliRunner().invoke(app, ["fidelity"])
+    CliRunner().invoke(app, ["fidelity", "--tolerance", "0.03"])
+    assert asked == [CacheConfig(), CacheConfig(attention_tolerance=0.03)]
