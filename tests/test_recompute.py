@@ -397,25 +397,25 @@ def block_of(index: int) -> BlockOf:
 
 def test_oldest_blocks_are_chosen_first_and_each_once():
     trigger = RecomputeTrigger(2, window_layers=2, num_layers=4)
-    trigger.begin_step()
+    trigger.begin_step(can_keep=True)
     assert trigger.choose([block_of(5), block_of(1), block_of(5), block_of(3)], 0) == [block_of(1), block_of(3)]
-    assert trigger.begin_step() == [(block_of(5), 0)]
+    assert trigger.begin_step(can_keep=True) == [(block_of(5), 0)]
 
 
 def test_budget_is_one_for_all_layers_of_a_step():
     trigger = RecomputeTrigger(2, window_layers=2, num_layers=4)
-    trigger.begin_step()
+    trigger.begin_step(can_keep=True)
     assert trigger.choose([block_of(1)], 0) == [block_of(1)]
     assert trigger.choose([block_of(2), block_of(3)], 1) == [block_of(2)]
     assert trigger.choose([block_of(4)], 2) == []
-    assert trigger.begin_step() == [(block_of(3), 1), (block_of(4), 2)]
+    assert trigger.begin_step(can_keep=True) == [(block_of(3), 1), (block_of(4), 2)]
 
 
 def test_without_a_budget_nothing_is_chosen_or_remembered():
     trigger = RecomputeTrigger(0, window_layers=2, num_layers=4)
-    trigger.begin_step()
+    trigger.begin_step(can_keep=True)
     assert trigger.choose([block_of(1)], 0) == []
-    assert trigger.begin_step() == []
+    assert trigger.begin_step(can_keep=True) == []
 
 
 def test_passes_begin_at_the_nearest_checkpoint_and_fit_the_budget():
@@ -425,3 +425,61 @@ def test_passes_begin_at_the_nearest_checkpoint_and_fit_the_budget():
     assert [(plan.first, [target.index for target in plan.targets]) for plan in plans] == [(0, [4]), (2, [3]), (4, [1, 2])]
     assert all(plan.stop == 6 for plan in plans)
     assert [trigger.window_end(layer) for layer in (0, 1, 2, 6)] == [2, 2, 4, 7]
+
+
+def stepped(trigger: RecomputeTrigger, *, seconds: float, hits: list[BlockOf], block_seconds: float) -> list[BlockOf]:
+    """One step in which `hits` were hit in layer 0, and each restore took `block_seconds`; returns what was restored."""
+    before = [target for target, _ in trigger.begin_step(can_keep=True)]
+    within = trigger.choose(hits, 0)
+    restored = before + within
+    trigger.end_step(seconds=seconds, restore_seconds=len(restored) * block_seconds, blocks=len(restored))
+    return restored
+
+
+def test_restores_take_their_share_of_all_time_and_no_more():
+    trigger = RecomputeTrigger(2, window_layers=2, num_layers=4, time_share=0.2)
+    hits = iter(range(10_000))
+    restored = sum(
+        len(stepped(trigger, seconds=0.1, hits=[block_of(next(hits)), block_of(next(hits))], block_seconds=0.05))
+        for _ in range(400)
+    )
+    assert 0.17 <= restored * 0.05 / (400 * 0.1) <= 0.2
+
+
+def test_saved_time_is_worth_at_most_the_budget_of_a_step():
+    trigger = RecomputeTrigger(2, window_layers=2, num_layers=4, time_share=0.1)
+    stepped(trigger, seconds=1.0, hits=[block_of(0)], block_seconds=0.05)
+    for _ in range(100):
+        stepped(trigger, seconds=1.0, hits=[], block_seconds=0.05)
+    assert len(stepped(trigger, seconds=0.1, hits=[block_of(i) for i in range(1, 9)], block_seconds=0.05)) == 2
+    assert len(stepped(trigger, seconds=0.1, hits=[], block_seconds=0.05)) == 1  # what is left of it: one may overdraw
+    assert stepped(trigger, seconds=0.1, hits=[], block_seconds=0.05) == []
+
+
+def test_blocks_that_wait_come_in_the_order_of_how_often_they_were_hit():
+    trigger = RecomputeTrigger(1, window_layers=2, num_layers=4)
+    trigger.begin_step(can_keep=True)
+    trigger.choose([block_of(0)], 0)
+    for layer in range(3):
+        trigger.choose([block_of(7)], layer)
+    trigger.choose([block_of(2)], 0)
+    assert trigger.begin_step(can_keep=True) == [(block_of(7), 2)]
+    assert trigger.begin_step(can_keep=True) == [(block_of(2), 0)]
+
+
+def test_block_that_is_not_hit_again_stops_waiting():
+    trigger = RecomputeTrigger(1, window_layers=2, num_layers=4, time_share=0.0)
+    stepped(trigger, seconds=1.0, hits=[block_of(0)], block_seconds=0.05)
+    stepped(trigger, seconds=1.0, hits=[block_of(1)], block_seconds=0.05)
+    for _ in range(17):
+        trigger.begin_step(can_keep=True)
+    trigger._saved_seconds = 1.0
+    assert trigger.begin_step(can_keep=True) == []
+
+
+def test_nothing_waits_where_it_could_not_be_kept():
+    trigger = RecomputeTrigger(1, window_layers=2, num_layers=4)
+    trigger.begin_step(can_keep=True)
+    trigger.choose([block_of(0), block_of(1)], 0)
+    assert trigger.begin_step(can_keep=False) == []
+    assert trigger.begin_step(can_keep=True) == []

@@ -51,6 +51,7 @@ def tiered_engine(
         "poison": True,
         "min_context": 64,
         "recompute_layer_limit": 2,
+        "recompute_time_share": 1.0,
         "warm_store": "ram",
         "cold_drop_step": 8,
         "recalibrate_every": 8,

@@ -79,6 +79,8 @@ class CacheConfig(_Config):
     """Adaptive: band for the share of decode steps that restore a cold page, where host memory is short."""
     recompute_budget: int = 2
     """Adaptive: most blocks that are restored within one step; cold pages beyond it are served by their sketch and counted."""
+    recompute_time_share: float = 0.15
+    """Adaptive: most of the time of all steps together that restoring cold pages may take; 1: no such limit."""
     skip_share: float = 0.1
     """Adaptive: what negligible values that are not read may cost, as a share of the tolerance and on top of it."""
 
@@ -127,6 +129,7 @@ _HARD_RANGES: dict[str, tuple[float, float]] = {
     "hot_score_threshold": (0.0, 1.0),
     "attention_tolerance": (0.0, 1.0),
     "hot_max_share": (0.0, 1.0),
+    "recompute_time_share": (0.0, 1.0),
     "skip_share": (0.0, 1.0),
 }
 

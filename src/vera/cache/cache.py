@@ -106,7 +106,9 @@ class AdaptiveCache:
             checkpoints=recompute and shape.hidden_size > 0,
             staging_pages=config.recompute_budget * shape.layers * shape.kv_heads if recompute else 0,
         )
-        self.trigger = RecomputeTrigger(config.recompute_budget, self.tables.window_layers, shape.layers)
+        self.trigger = RecomputeTrigger(
+            config.recompute_budget, self.tables.window_layers, shape.layers, time_share=config.recompute_time_share
+        )
         self._keeper = (
             Housekeeper(
                 config,

@@ -35,6 +35,7 @@ _NOBODY = -1
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+_Pages = Integers | tuple[Integers, Integers, Integers]
 
 
 def score(contribution: ArrayLike, frequency: ArrayLike, weight: float) -> Floats:
@@ -136,9 +137,16 @@ class Heat:
 
     def scores(self, blocks: Integers) -> Floats:
         """`[n, layers, kv_heads]`. Pages of unknown frequency score by contribution alone; those never seen as average ones."""
-        contribution, frequency = self._contribution.values[blocks], self._frequency.values[blocks]
+        return self._scores(blocks)
+
+    def page_scores(self, blocks: Integers, layers: Integers, heads: Integers) -> Floats:
+        """The same of single pages, `[n]`."""
+        return self._scores((blocks, layers, heads))
+
+    def _scores(self, at: _Pages) -> Floats:
+        contribution, frequency = self._contribution.values[at], self._frequency.values[at]
         both = score(contribution, frequency, self.frequency_weight)
-        return np.where(self._frequency.is_unseen(blocks), score(contribution, frequency, 0.0), both)
+        return np.where(self._frequency.is_unseen(at), score(contribution, frequency, 0.0), both)
 
 
 def relative_masses(masses: Floats, rows: int) -> Floats:
@@ -176,8 +184,8 @@ class _MovingAverage:
         self.values[blocks] = np.where(may_write, average, values)
         self._holders[blocks] = np.where(may_write, reader, holders)
 
-    def is_unseen(self, blocks: Integers) -> Flags:
-        unseen: Flags = self._holders[blocks] == _UNSEEN
+    def is_unseen(self, at: _Pages) -> Flags:
+        unseen: Flags = self._holders[at] == _UNSEEN
         return unseen
 
     def leave(self, blocks: Integers, reader: int) -> None:

@@ -36,6 +36,7 @@ _SHED_SHARE = 0.1
 _RANKED_PARTS = 8
 
 Integers = NDArray[np.int64]
+_NO_PAGES: Integers = np.zeros((0, 3), dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -141,7 +142,8 @@ class Housekeeper:
             self.frequencies[copy.row] = self.frequencies[source.row]
             copy.rows_seen, copy.watched = source.rows_seen, source.watched
         places = dict(zip(source.blocks, copy.blocks, strict=True))
-        copy.weakest = deque((places[block], layer, head) for block, layer, head in source.weakest if block in places)
+        kept = source.weakest[[int(block) in places for block in source.weakest[:, 0]]]
+        copy.weakest = np.column_stack([[places[int(block)] for block in kept[:, 0]], kept[:, 1:]]).astype(np.int64)
 
     def recycle(self, blocks: Listing[int]) -> None:
         """These block ids hold something new."""
@@ -192,7 +194,7 @@ class Housekeeper:
         counts = np.bincount(hits[:, 0], minlength=len(spans))
         hits = hits[hits[:, 4] == 0]
         warm_counts = np.bincount(hits[:, 0], minlength=len(spans))
-        going: list[tuple[int, int, int]] = []
+        going: list[Integers] = []
         block_ids = np.full(len(hits), -1, dtype=np.int64)
         for row in np.flatnonzero(counts):
             state = self._sequences.get(spans[int(row)].sequence)
@@ -202,46 +204,48 @@ class Housekeeper:
             own = hits[:, 0] == row
             block_ids[own] = state.block_ids[hits[own, 3]]
             if warm_counts[row]:
-                going += self._giving_way(state, int(warm_counts[row]))
+                going.append(self._giving_way(state, int(warm_counts[row])))
         if going:
-            self._cool(np.array(going, dtype=np.int64))
+            self._cool(np.concatenate(going))
         running = block_ids >= 0
-        pages = np.unique(np.column_stack([block_ids, hits[:, 1], hits[:, 2]])[running], axis=0)
-        self.stats.hit_promotions += self._tables.promote(pages[:, 0], pages[:, 1], pages[:, 2])
+        pages = self._tables.distinct(block_ids[running], hits[running, 1], hits[running, 2])
+        self.stats.hit_promotions += self._tables.promote(*pages)
 
-    def _giving_way(self, state: Sequence, count: int) -> list[tuple[int, int, int]]:
+    def _giving_way(self, state: Sequence, count: int) -> Integers:
         """The sequence's weakest pages: as many as must be cooled for `count` more to keep it within its share of hot pages."""
         blocks = state.block_ids
         tiered = blocks[self._tables.is_tiered(blocks)]
-        hot = self._tables.count_hot(tiered)
-        excess = hot + count - self._max_hot(state, len(tiered))
-        going: list[tuple[int, int, int]] = []
+        excess = self._tables.count_hot(tiered) + count - self._max_hot(state, len(tiered))
+        going = _NO_PAGES
         while len(going) < excess:
-            if not state.weakest:
-                self._rank(state, tiered, besides=going)
-                if not state.weakest:
+            if not len(state.weakest):
+                self._rank(state, at_least=excess - len(going), besides=going)
+                if not len(state.weakest):
                     break
-            page = state.weakest.popleft()
-            if self._tables.is_hot(page):  # it may have been cooled since
-                going.append(page)
+            missing = excess - len(going)
+            taken, state.weakest = state.weakest[:missing], state.weakest[missing:]
+            going = np.concatenate([going, taken[self._tables.are_hot(taken)]])  # some may have been cooled since
         return going
 
-    def _rank(self, state: Sequence, tiered: Integers, *, besides: Listing[tuple[int, int, int]] = ()) -> None:
+    def _rank(self, state: Sequence, *, at_least: int = 1, besides: Integers = _NO_PAGES) -> None:
         """Lists the hot pages that give way first: those least needed since heat was last read, of equals the coolest.
 
         Only the weakest part of them, so that the rest is looked at again with what has been seen by then.
         """
-        hot = self._tables.hot_pages(tiered) & self._tables.tierable
-        hot[tiered == state.blocks[0]] = False
-        for block, layer, head in besides:
-            hot[tiered == block, layer, head] = False
-        pages = np.argwhere(hot)
+        blocks = state.block_ids
+        tiered = np.flatnonzero(self._tables.is_tiered(blocks))
+        tiered = tiered[tiered > 0]  # the first block does not give way
+        indices, layers, heads = np.nonzero(self._tables.hot_pages(blocks[tiered]) & self._tables.tierable)
+        indices = tiered[indices]
+        pages = np.column_stack([blocks[indices], layers, heads])
+        if len(besides):
+            others = ~np.isin(self._tables.page_numbers(pages), self._tables.page_numbers(besides))
+            indices, layers, heads, pages = indices[others], layers[others], heads[others], pages[others]
         if state.row is None or not len(pages):
             return
-        indices = np.flatnonzero(np.isin(state.block_ids, tiered))
-        needed = self.frequencies[state.row].numpy()[pages[:, 1], pages[:, 2], indices[pages[:, 0]]]
-        order = weakest(needed + self.heat.scores(tiered)[hot], -(-len(pages) // _RANKED_PARTS))
-        state.weakest = deque((int(tiered[block]), int(layer), int(head)) for block, layer, head in pages[order])
+        needed = self.frequencies[state.row].numpy()[layers, heads, indices]
+        standing = needed + self.heat.page_scores(pages[:, 0], layers, heads)
+        state.weakest = pages[weakest(standing, max(at_least, -(-len(pages) // _RANKED_PARTS)))]
 
     def _max_hot(self, state: Sequence, tiered_blocks: int) -> int:
         """Pages of a sequence's tiered blocks that may be hot; those of its first block do not count."""
@@ -474,7 +478,7 @@ class Housekeeper:
         hot = self._tables.hot_pages(tiered)
         released = np.repeat(self._tables.cold_units(tiered), self._tables.window_layers, axis=1)[:, : hot.shape[1], None]
         self.stats.heat.append(summarise(scores, hot, released))
-        self._rank(state, tiered)
+        self._rank(state)
 
     def shed(self) -> bool:
         """Cools a share of all hot pages, the weakest ones; those without a warm copy only if no others are left. False: none."""

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+_PATIENCE_STEPS = 16
+"""A block that was not hit again for so long is no longer wanted."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockOf:
@@ -29,36 +32,95 @@ class RestorePass:
     stop: int
 
 
-class RecomputeTrigger:
-    """Decides within a budget a step. Blocks that it turns away are remembered, and first in line in the next step's budget."""
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A block that was hit and not restored: the layer of the last such hit, how many there were, and the step of the last."""
 
-    def __init__(self, budget: int, window_layers: int, num_layers: int) -> None:
-        """`budget`: most blocks that one step restores."""
+    target: BlockOf
+    layer: int
+    times: int
+    step: int
+
+
+class RecomputeTrigger:
+    """Decides within a budget a step, and a share of all time. Blocks that it turns away are remembered for the next step.
+
+    Restoring a block takes about as long as half a decode step of a full batch, so a limit for each step alone would either slow
+    every step down or allow none. Time that is not used is saved up, as far as one step's budget can use it at once; a restore
+    may overdraw what is there, and then none is made until that is made up for.
+    """
+
+    def __init__(self, budget: int, window_layers: int, num_layers: int, *, time_share: float = 1.0) -> None:
+        """`budget`: most blocks that one step restores. `time_share`: most of the time that restores take; 1: no such limit."""
         self._budget = budget
         self._window_layers = window_layers
         self._num_layers = num_layers
+        self._time_share = time_share
         self._left = budget
-        self._pending: dict[int, tuple[BlockOf, int]] = {}
+        self._step = 0
+        self._saved_seconds = 0.0
+        self._promised_seconds = 0.0
+        self._block_seconds = 0.0
+        """What one block took last; 0 before the first."""
+        self._pending: dict[int, _Waiting] = {}
 
-    def begin_step(self) -> list[tuple[BlockOf, int]]:
-        """A new step with a new budget. Returns what the last one left over: blocks, and the layer that each was hit in."""
+    def begin_step(self, *, can_keep: bool) -> list[tuple[BlockOf, int]]:
+        """A new step with a new budget. Returns the blocks to restore before it, and the layer that each was hit in last.
+
+        Of those that wait, the ones hit most often come first. None is restored, and none waits on, where what is restored now
+        cannot be kept until it is needed.
+        """
+        self._step += 1
         self._left = self._budget
-        pending = sorted(self._pending.values(), key=lambda entry: entry[0].index)
-        self._pending.clear()
-        return pending
+        if not can_keep:
+            self._pending.clear()
+            return []
+        waiting = [entry for entry in self._pending.values() if self._step - entry.step <= _PATIENCE_STEPS]
+        waiting.sort(key=lambda entry: (-entry.times, entry.target.index))
+        allowed = self._allowed()
+        self._promise(len(waiting[:allowed]))
+        self._pending = {entry.target.block: entry for entry in waiting[allowed:]}
+        return [(entry.target, entry.layer) for entry in waiting[:allowed]]
+
+    def end_step(self, *, seconds: float, restore_seconds: float, blocks: int) -> None:
+        """What the step took, and of that its `blocks` restores."""
+        if blocks:
+            self._block_seconds = restore_seconds / blocks
+        saved = self._saved_seconds + self._promised_seconds + self._time_share * seconds - restore_seconds
+        self._saved_seconds = min(saved, self._budget * self._block_seconds)
+        self._promised_seconds = 0.0
 
     def choose(self, hits: Iterable[BlockOf], layer: int) -> list[BlockOf]:
         """Of the blocks hit in `layer`, those to restore now, in position order; the oldest first where not all can be."""
         wanted = sorted({hit.block: hit for hit in hits}.values(), key=lambda hit: hit.index)
-        chosen, rest = wanted[: self._left], wanted[self._left :]
-        self._left -= len(chosen)
-        if self._budget:
-            self._pending |= {hit.block: (hit, layer) for hit in rest}
+        allowed = self._allowed()
+        chosen, rest = wanted[:allowed], wanted[allowed:]
+        self._promise(len(chosen))
+        for hit in chosen:
+            self._pending.pop(hit.block, None)
+        for hit in rest if self._budget else ():
+            before = self._pending.get(hit.block)
+            self._pending[hit.block] = _Waiting(hit, layer, 1 + (before.times if before else 0), self._step)
         return chosen
+
+    def _promise(self, blocks: int) -> None:
+        self._left -= blocks
+        self._saved_seconds -= blocks * self._block_seconds
+        self._promised_seconds += blocks * self._block_seconds
+
+    def _allowed(self) -> int:
+        """How many blocks may be restored now."""
+        if self._time_share >= 1:
+            return self._left
+        if self._saved_seconds < 0:
+            return 0
+        if not self._block_seconds:  # the first one shows what it takes
+            return min(self._left, 1) if self._left == self._budget else 0
+        return min(self._left, 1 + int(self._saved_seconds / self._block_seconds))
 
     def forget(self, sequence: str) -> None:
         """The sequence is gone: nothing is restored for it."""
-        self._pending = {block: entry for block, entry in self._pending.items() if entry[0].sequence != sequence}
+        self._pending = {block: waiting for block, waiting in self._pending.items() if waiting.target.sequence != sequence}
 
     def passes(self, targets: Iterable[BlockOf], stop: int, has_checkpoint: Callable[[int, int], bool]) -> list[RestorePass]:
         """How to restore `targets` up to layer `stop` (not included): those that begin at the same layer together, as many at a

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,8 +66,8 @@ class Sequence:
     watched: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Indices of the blocks that had sketches when these statistics began, so that their pages could be hit."""
     use: CacheUse = field(default_factory=CacheUse)
-    weakest: deque[tuple[int, int, int]] = field(default_factory=deque)
-    """Hot pages (block, layer, KV head) that give way first, as of the last recalibration."""
+    weakest: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
+    """Hot pages, each a row (block, layer, KV head), in the order in which they give way, as of when they were last ranked."""
 
     @property
     def block_ids(self) -> NDArray[np.int64]:

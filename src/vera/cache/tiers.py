@@ -136,9 +136,10 @@ class TierTables:
         """How many pages of these blocks have a slot, those of windowed layers not counted."""
         return int(np.count_nonzero((self._table[blocks] != NO_PAGE) & self.tierable))
 
-    def is_hot(self, page: tuple[int, int, int]) -> bool:
-        """Whether the page (block, layer, KV head) has a slot."""
-        return bool(self._table[page] != NO_PAGE)
+    def are_hot(self, pages: Integers) -> Mask:
+        """`[n]`: which of the pages, each a row (block, layer, KV head), have a slot."""
+        hot: Mask = self._table[pages[:, 0], pages[:, 1], pages[:, 2]] != NO_PAGE
+        return hot
 
     def cold_units(self, blocks: Sequence[int] | Integers) -> Mask:
         """`[blocks, windows]`: units of tiered blocks without an exact copy (pages of them may still be hot)."""
@@ -241,14 +242,23 @@ class TierTables:
 
     def cool(self, blocks: Integers, layers: Integers, heads: Integers) -> int:
         """Takes the slots of these hot pages of tiered blocks; they are warm or cold then. Returns how many there were."""
-        pages = np.unique(np.column_stack([blocks, layers, heads]), axis=0)
-        blocks, layers, heads = pages[:, 0], pages[:, 1], pages[:, 2]
+        blocks, layers, heads = self.distinct(blocks, layers, heads)
         slots = self._table[blocks, layers, heads]
         held = np.flatnonzero((slots != NO_PAGE) & (self.sketch_unit[blocks] >= 0) & self.tierable[layers, heads])
         if len(held):
             self._table[blocks[held], layers[held], heads[held]] = NO_PAGE
             self._give_slots(slots[held].astype(np.int64))
         return len(held)
+
+    def distinct(self, blocks: Integers, layers: Integers, heads: Integers) -> tuple[Integers, Integers, Integers]:
+        """The same pages in order of block, layer and KV head, each once."""
+        pages = np.unique(self.page_numbers(np.column_stack([blocks, layers, heads])))
+        blocks, layers, heads = np.unravel_index(pages, self._table.shape)
+        return blocks, layers, heads
+
+    def page_numbers(self, pages: Integers) -> Integers:
+        """`[n]`: one number for each page, a row (block, layer, KV head): sorting rows of three would take ten times as long."""
+        return np.ravel_multi_index((pages[:, 0], pages[:, 1], pages[:, 2]), self._table.shape)
 
     def release_unit(self, block: int, window: int) -> None:
         """Takes the warm copy of a unit: its pages that are not hot are cold from now on."""

@@ -31,19 +31,18 @@ class Restorer:
         self._blocks = 0
         self._pages = 0
         self._seconds = 0.0
+        self._began = 0.0
         self.running = False
         """A restore is under way: layers run that are not the step's."""
 
     def begin_step(self) -> None:
         """Restores what the last step left to its sketch, if what is restored now can be kept until it is needed."""
         self._served, self._blocks, self._pages, self._seconds = set(), 0, 0, 0.0
-        left_over = self._cache.trigger.begin_step()
-        if not (self._cache.tables.has_warm_room and self._cache.costs.reading_pays):
-            return
+        self._began = time.perf_counter()
+        trigger = self._cache.trigger
         together: dict[int, list[BlockOf]] = {}
-        for target, layer in left_over:
-            if self._cache.trigger.choose([target], layer):
-                together.setdefault(self._cache.trigger.window_end(layer), []).append(target)
+        for target, layer in trigger.begin_step(can_keep=self._cache.tables.has_warm_room and self._cache.costs.reading_pays):
+            together.setdefault(trigger.window_end(layer), []).append(target)
         for stop, targets in together.items():
             self._run(targets, stop - 1, hot=[])
 
@@ -76,7 +75,10 @@ class Restorer:
         return not self._cache.cold_blocks(sequence)
 
     def end_step(self) -> None:
-        """Counts what the step restored."""
+        """Counts what the step restored, and what it took of the step's time."""
+        self._cache.trigger.end_step(
+            seconds=time.perf_counter() - self._began, restore_seconds=self._seconds, blocks=self._blocks
+        )
         if self._served:
             self._cache.count_restore(self._served, blocks=self._blocks, pages=self._pages, seconds=self._seconds)
         self._served, self._blocks, self._pages, self._seconds = set(), 0, 0, 0.0
