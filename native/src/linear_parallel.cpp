@@ -22,12 +22,14 @@ void run_linear(void (*kernel)(const LinearTask&), const LinearTask& whole, int 
   const int size = outputs_of_piece(whole.outputs, num_threads);
   const int pieces = (whole.outputs + size - 1) / size;
   // One thread or all of them: OpenMP ends the threads that a smaller team leaves over and starts them anew for the next.
-  run_phases<1>(pieces <= 1 ? 1 : num_threads, {pieces}, [&](Piece piece, Piece next) {
-    LinearTask task = whole;
-    task.first_output = piece.index * size;
-    task.last_output = std::min(task.first_output + size, whole.outputs);
-    task.ahead = next.phase == 0 ? weights_of(whole, next.index * size) : nullptr;
-    kernel(task);
+  run_phases<1>(pieces <= 1 ? 1 : num_threads, {pieces}, [&] {
+    return [&](Piece piece, Piece next) {
+      LinearTask task = whole;
+      task.first_output = piece.index * size;
+      task.last_output = std::min(task.first_output + size, whole.outputs);
+      task.ahead = next.phase == 0 ? weights_of(whole, next.index * size) : nullptr;
+      kernel(task);
+    };
   });
 }
 

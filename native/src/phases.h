@@ -15,22 +15,23 @@ struct Piece {
 };
 
 // The pieces of all phases in one row, the earliest first.
-template <size_t kPhases, class Run>
+template <size_t kPhases, class MakeWorker>
 class PhasedWork {
  public:
-  PhasedWork(const std::array<int, kPhases>& pieces, const Run& run) : run_(run) {
+  PhasedWork(const std::array<int, kPhases>& pieces, const MakeWorker& make_worker) : make_worker_(make_worker) {
     for (size_t phase = 0; phase < kPhases; ++phase) begins_[phase + 1] = begins_[phase] + pieces[phase];
   }
 
   // What each thread does. It waits only for pieces before its own; the earliest unfinished one is always being run by somebody,
   // so it does not matter how many threads have come, or when.
   void work() {
+    auto worker = make_worker_();
     int current = take();
     while (current < begins_[kPhases]) {
       const int next = take();
       const Piece piece = piece_at(current);
       await(begins_[piece.phase]);
-      run_(piece, piece_at(next));
+      worker(piece, piece_at(next));
       finished_.fetch_add(1, std::memory_order_acq_rel);
       current = next;
     }
@@ -46,7 +47,7 @@ class PhasedWork {
   }
 
   void await(int pieces) const {
-    constexpr int kSpins = 4096;  // some 50 microseconds: then this core may be what another thread is waiting for
+    constexpr int kSpins = 512;  // some 10 microseconds: then this core may be what another thread is waiting for
     for (int spins = 0; finished_.load(std::memory_order_acquire) < pieces; ++spins) {
       if (spins >= kSpins) std::this_thread::yield();
 #if defined(__x86_64__) || defined(__i386__)
@@ -55,20 +56,21 @@ class PhasedWork {
     }
   }
 
-  const Run& run_;
+  const MakeWorker& make_worker_;
   std::array<int, kPhases + 1> begins_{};
   alignas(64) std::atomic<int> next_{0};
   alignas(64) std::atomic<int> finished_{0};
 };
 
-// Calls run(piece, next) for all pieces of the first phase, then of the second, and so on, in one parallel region. `next` is what
-// the same thread takes afterwards, of phase kPhases if nothing: for fetching ahead. A phase begins when the work of those before
-// it is done.
-template <size_t kPhases, class Run>
-void run_phases(int num_threads, const std::array<int, kPhases>& pieces, const Run& run) {
-  PhasedWork<kPhases, Run> all(pieces, run);
+// Runs all pieces of the first phase, then of the second, and so on, in one parallel region. Each thread makes itself a worker, for
+// what it keeps from piece to piece, and calls worker(piece, next): `next` is what it takes afterwards, of phase kPhases if
+// nothing, for fetching ahead. A phase begins when the work of those before it is done.
+template <size_t kPhases, class MakeWorker>
+void run_phases(int num_threads, const std::array<int, kPhases>& pieces, const MakeWorker& make_worker) {
+  using Work = PhasedWork<kPhases, MakeWorker>;
+  Work work(pieces, make_worker);
   run_parallel(
-      num_threads, [](void* argument) { static_cast<PhasedWork<kPhases, Run>*>(argument)->work(); }, &all);
+      num_threads, [](void* argument) { static_cast<Work*>(argument)->work(); }, &work);
 }
 
 }  // namespace vera
