@@ -177,9 +177,8 @@ def assert_close(actual: Tensor, exact: Tensor) -> None:
     assert (actual - exact).abs().max() <= 1e-5 * max(1.0, float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 33, 64])
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (24, 48), (17, 5), (100, 49), (576, 192)])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 33, 64])
+@pytest.mark.parametrize(("inputs", "outputs", "bias"), [(1, 1, True), (17, 5, False), (100, 49, True), (576, 192, False)])
 def test_linear_equals_torch(isa, dtype, rows, inputs, outputs, bias):
     torch.manual_seed(0)
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs).to(dtype)
@@ -209,9 +208,8 @@ def test_a_row_of_linear_has_the_same_bits_in_every_batch_and_on_any_number_of_t
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 16, 64])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("head_norms", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize(("bias", "head_norms"), [(False, False), (True, False), (False, True)])
 def test_before_attention_equals_torch(isa, dtype, sizes, rows, bias, head_norms):
     layer = make_layer(sizes, bias=bias, head_norms=head_norms).to(dtype)
     hidden, _, cos, sin = make_rows(rows, sizes)
@@ -220,7 +218,7 @@ def test_before_attention_equals_torch(isa, dtype, sizes, rows, bias, head_norms
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 16, 64])
+@pytest.mark.parametrize("rows", [1, 3, 64])
 @pytest.mark.parametrize("bias", [True, False])
 def test_after_attention_equals_torch(isa, dtype, sizes, rows, bias):
     layer = make_layer(sizes, bias=bias).to(dtype)

@@ -111,8 +111,9 @@ def before_attention(
 ) -> None:
     """A Llama-like decoder layer up to its attention, for few rows: RMSNorm, q, k and v, rotary positions.
 
-    Reads `hidden [rows, hidden_size]`, `cos` and `sin` (`[rows, head_dim]`, for `x * cos + rotate_half(x) * sin`) and the weights
-    `[heads * head_dim, hidden_size]`; writes `query [rows, query_heads, head_dim]`, `key` and `value` `[rows, kv_heads, head_dim]`.
+    Reads `hidden [rows, hidden_size]`, `cos` and `sin` `[rows, head_dim]` (for `x * cos + rotate_half(x) * sin`) and weights
+    `[heads * head_dim, hidden_size]`; writes `query [rows, query_heads, head_dim]`, and `key` and `value`
+    `[rows, kv_heads, head_dim]`.
     `q_norm` and `k_norm` `[head_dim]` are the weights of an RMSNorm of each head before the rotation. Biases and these norms may
     be 0: none. Formats, exactness and the independence of rows are those of `linear`. ValueError for sizes that are not
     positive, an odd `head_dim` and an unknown format.
@@ -142,9 +143,9 @@ def after_attention(
     """The same layer from its attention on: o, residual, RMSNorm, `silu(gate) * up`, down, residual.
 
     Reads `attended [rows, query_size]` and what the layer was given, `hidden [rows, hidden_size]`; writes
-    `output [rows, hidden_size]`, which may be `hidden`. What passes between the products is kept in memory of the calling thread,
-    `rows * (hidden_size + 2 * intermediate_size)` floats at the most that it has asked for. Biases may be 0: none. All else as
-    for `before_attention`.
+    `output [rows, hidden_size]`, which may be `hidden`. What passes between the products lies in memory that threads keep from call
+    to call: `2 * rows * intermediate_size` floats of the caller, `rows * hidden_size` of each thread. Biases may be 0: none.
+    All else as for `before_attention`.
     """
 
 def rms_norm(x: int, weight: int, eps: float, y: int, rows: int, size: int, num_threads: int) -> None:
