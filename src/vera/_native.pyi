@@ -143,8 +143,8 @@ def after_attention(
     """The same layer from its attention on: o, residual, RMSNorm, `silu(gate) * up`, down, residual.
 
     Reads `attended [rows, query_size]` and what the layer was given, `hidden [rows, hidden_size]`; writes
-    `output [rows, hidden_size]`, which may be `hidden`. What passes between the products lies in memory that threads keep from call
-    to call: `2 * rows * intermediate_size` floats of the caller, `rows * hidden_size` of each thread. Biases may be 0: none.
+    `output [rows, hidden_size]`, which may be `hidden`. What passes between the products lies in memory that threads keep from
+    call to call: `2 * rows * intermediate_size` floats of the caller, `rows * hidden_size` of each thread. Biases may be 0: none.
     All else as for `before_attention`.
     """
 
