@@ -13,8 +13,8 @@
 #include <atomic>
 
 #include "attention.h"
+#include "decoder.h"
 #include "isa.h"
-#include "linear.h"
 #include "pages_parallel.h"
 #include "threads.h"
 
@@ -34,6 +34,8 @@ using RowsArgument = std::tuple<uintptr_t, int64_t, int64_t>;  // address, token
 Rows rows(const RowsArgument& argument) {
   return {pointer<const float>(std::get<0>(argument)), std::get<1>(argument), std::get<2>(argument)};
 }
+
+Projection projection(uintptr_t weight, uintptr_t bias) { return {pointer<const void>(weight), pointer<const float>(bias)}; }
 
 constexpr size_t kPiece = size_t(1) << 20;  // bytes that a thread sums at a time
 
@@ -183,22 +185,95 @@ NB_MODULE(_native, module) {
 
   module.def(
       "linear",
-      [](uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, int rows, int inputs, int outputs, int num_threads) {
+      [](uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, int rows, int inputs, int outputs, int num_threads,
+         int weight_format) {
         LinearTask task{};
         task.x = pointer<const float>(x);
-        task.weight = pointer<const float>(weight);
+        task.weight = pointer<const void>(weight);
+        task.format = WeightFormat(weight_format);
         task.bias = pointer<const float>(bias);
         task.y = pointer<float>(y);
         task.rows = rows;
         task.inputs = inputs;
         task.outputs = outputs;
-        static const char* isa = choose_kernels("").name;
+        const DecoderKernels& kernels = choose_kernels("").decoder;
         const nb::gil_scoped_release release;
-        run_linear(isa, task, num_threads);
+        run_linear(kernels.linear, task, num_threads);
       },
-      "x"_a, "weight"_a, "bias"_a, "y"_a, "rows"_a, "inputs"_a, "outputs"_a, "num_threads"_a,
+      "x"_a, "weight"_a, "bias"_a, "y"_a, "rows"_a, "inputs"_a, "outputs"_a, "num_threads"_a, "weight_format"_a = 0,
       "y [rows, outputs] = x [rows, inputs] times weight [outputs, inputs] transposed, plus bias (0: none); addresses of "
-      "contiguous float32.");
+      "contiguous float32, but for the weights: weight_format 0 float32, 1 float16, 2 bfloat16.");
+  module.def(
+      "before_attention",
+      [](uintptr_t hidden, uintptr_t norm_weight, float eps, uintptr_t q_weight, uintptr_t k_weight, uintptr_t v_weight,
+         uintptr_t q_bias, uintptr_t k_bias, uintptr_t v_bias, uintptr_t q_norm, uintptr_t k_norm, float qk_norm_eps,
+         uintptr_t cos, uintptr_t sin, uintptr_t query, uintptr_t key, uintptr_t value, int weight_format, int rows,
+         int hidden_size, int query_heads, int kv_heads, int head_dim, int num_threads) {
+        BeforeAttention layer{};
+        layer.hidden = pointer<const float>(hidden);
+        layer.norm = {pointer<const float>(norm_weight), eps};
+        layer.q = projection(q_weight, q_bias);
+        layer.k = projection(k_weight, k_bias);
+        layer.v = projection(v_weight, v_bias);
+        layer.q_norm = {pointer<const float>(q_norm), qk_norm_eps};
+        layer.k_norm = {pointer<const float>(k_norm), qk_norm_eps};
+        layer.cos = pointer<const float>(cos);
+        layer.sin = pointer<const float>(sin);
+        layer.query = pointer<float>(query);
+        layer.key = pointer<float>(key);
+        layer.value = pointer<float>(value);
+        layer.format = WeightFormat(weight_format);
+        layer.rows = rows;
+        layer.hidden_size = hidden_size;
+        layer.query_heads = query_heads;
+        layer.kv_heads = kv_heads;
+        layer.head_dim = head_dim;
+        const DecoderKernels& kernels = choose_kernels("").decoder;
+        const nb::gil_scoped_release release;
+        run_before_attention(kernels, layer, num_threads);
+      },
+      "hidden"_a, "norm_weight"_a, "eps"_a, "q_weight"_a, "k_weight"_a, "v_weight"_a, "q_bias"_a, "k_bias"_a, "v_bias"_a,
+      "q_norm"_a, "k_norm"_a, "qk_norm_eps"_a, "cos"_a, "sin"_a, "query"_a, "key"_a, "value"_a, "weight_format"_a, "rows"_a,
+      "hidden_size"_a, "query_heads"_a, "kv_heads"_a, "head_dim"_a, "num_threads"_a,
+      "A Llama-like decoder layer up to its attention: RMSNorm, q, k and v, their norm (0: none), rotary positions.");
+  module.def(
+      "after_attention",
+      [](uintptr_t attended, uintptr_t o_weight, uintptr_t o_bias, uintptr_t hidden, uintptr_t norm_weight, float eps,
+         uintptr_t gate_weight, uintptr_t up_weight, uintptr_t down_weight, uintptr_t gate_bias, uintptr_t up_bias,
+         uintptr_t down_bias, uintptr_t output, int weight_format, int rows, int hidden_size, int query_size,
+         int intermediate_size, int num_threads) {
+        AfterAttention layer{};
+        layer.attended = pointer<const float>(attended);
+        layer.o = projection(o_weight, o_bias);
+        layer.hidden = pointer<const float>(hidden);
+        layer.norm = {pointer<const float>(norm_weight), eps};
+        layer.gate = projection(gate_weight, gate_bias);
+        layer.up = projection(up_weight, up_bias);
+        layer.down = projection(down_weight, down_bias);
+        layer.output = pointer<float>(output);
+        layer.format = WeightFormat(weight_format);
+        layer.rows = rows;
+        layer.hidden_size = hidden_size;
+        layer.query_size = query_size;
+        layer.intermediate_size = intermediate_size;
+        const DecoderKernels& kernels = choose_kernels("").decoder;
+        const nb::gil_scoped_release release;
+        run_after_attention(kernels, layer, num_threads);
+      },
+      "attended"_a, "o_weight"_a, "o_bias"_a, "hidden"_a, "norm_weight"_a, "eps"_a, "gate_weight"_a, "up_weight"_a,
+      "down_weight"_a, "gate_bias"_a, "up_bias"_a, "down_bias"_a, "output"_a, "weight_format"_a, "rows"_a, "hidden_size"_a,
+      "query_size"_a, "intermediate_size"_a, "num_threads"_a,
+      "The same layer from its attention on: o, residual, RMSNorm, silu(gate) * up, down, residual.");
+  module.def(
+      "rms_norm",
+      [](uintptr_t x, uintptr_t weight, float eps, uintptr_t y, int rows, int size, int num_threads) {
+        const DecoderKernels& kernels = choose_kernels("").decoder;
+        const nb::gil_scoped_release release;
+        run_rms_norm(kernels, pointer<const float>(x), {pointer<const float>(weight), eps}, pointer<float>(y), rows, size,
+                     num_threads);
+      },
+      "x"_a, "weight"_a, "eps"_a, "y"_a, "rows"_a, "size"_a, "num_threads"_a,
+      "y [rows, size] = weight * x / sqrt(mean(x^2) + eps); y may be x.");
 
   module.def(
       "sketch_pages",

@@ -3,15 +3,20 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#include "decoder.h"
+
 namespace vera {
 namespace {
 
 std::vector<const KernelTable*> available_kernels() {
   std::vector<const KernelTable*> tables;
 #ifdef VERA_HAS_X86_KERNELS
-  static const KernelTable with_vnni{"avx512vnni", avx512::exact_kernels(), avx512vnni::tiered_kernels(), avx512::sketch_makers()};
-  static const KernelTable with_avx512{"avx512", avx512::exact_kernels(), avx512::tiered_kernels(), avx512::sketch_makers()};
-  static const KernelTable with_avx2{"avx2", avx2::exact_kernels(), avx2::tiered_kernels(), avx2::sketch_makers()};
+  static const KernelTable with_vnni{"avx512vnni", avx512::exact_kernels(), avx512vnni::tiered_kernels(), avx512::sketch_makers(),
+                                     avx512::decoder_kernels()};
+  static const KernelTable with_avx512{"avx512", avx512::exact_kernels(), avx512::tiered_kernels(), avx512::sketch_makers(),
+                                       avx512::decoder_kernels()};
+  static const KernelTable with_avx2{"avx2", avx2::exact_kernels(), avx2::tiered_kernels(), avx2::sketch_makers(),
+                                     avx2::decoder_kernels()};
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -19,7 +24,8 @@ std::vector<const KernelTable*> available_kernels() {
   if (has_avx512) tables.push_back(&with_avx512);
   if (has_avx2) tables.push_back(&with_avx2);
 #endif
-  static const KernelTable plain{"portable", portable::exact_kernels(), portable::tiered_kernels(), portable::sketch_makers()};
+  static const KernelTable plain{"portable", portable::exact_kernels(), portable::tiered_kernels(), portable::sketch_makers(),
+                                 portable::decoder_kernels()};
   tables.push_back(&plain);
   return tables;
 }
@@ -33,7 +39,7 @@ std::vector<std::string> available_isas() {
 }
 
 const KernelTable& choose_kernels(const std::string& name) {
-  const auto tables = available_kernels();
+  static const auto tables = available_kernels();
   const char* forced = std::getenv("VERA_CPU_ISA");
   const std::string wanted = !name.empty() ? name : forced != nullptr ? forced : "";
   if (wanted.empty()) return *tables.front();

@@ -270,12 +270,15 @@ struct ExactKernels {
   uint64_t (*sum_words)(const void* data, size_t bytes);
 };
 
+struct DecoderKernels;  // decoder.h
+
 // The kernels of one instruction set.
 struct KernelTable {
   const char* name;
   const ExactKernels& exact;
   const TieredKernels& tiered;
   const SketchMaker* make_sketch;
+  const DecoderKernels& decoder;
 };
 
 namespace portable {

@@ -1,45 +1,36 @@
 #include <algorithm>
-#include <atomic>
-#include <cstring>
 
+#include "checks.h"
 #include "linear.h"
-#include "threads.h"
+#include "phases.h"
 
 namespace vera {
-namespace {
 
-// Outputs that a thread takes at a time: a multiple of every kernel's tile, and enough work to outweigh the taking.
-constexpr int kPiece = 48;
-
-LinearKernel kernel_for([[maybe_unused]] const char* isa) {
-#ifdef VERA_HAS_X86_KERNELS
-  if (std::strncmp(isa, "avx512", 6) == 0) return &avx512::linear;
-  if (std::strcmp(isa, "avx2") == 0) return &avx2::linear;
-#endif
-  return &portable::linear;
+int outputs_of_piece(int outputs, int num_threads) {
+  constexpr int kPiecesPerThread = 4;  // so that threads end together
+  constexpr int kLeast = 12;           // a multiple of every kernel's tile
+  constexpr int kMost = 48;            // enough work to outweigh the taking
+  const int share = outputs / (kPiecesPerThread * std::max(1, num_threads));
+  return std::clamp((share + kLeast - 1) / kLeast * kLeast, kLeast, kMost);
 }
 
-}  // namespace
-
-void run_linear(const char* isa, const LinearTask& whole, int num_threads) {
-  struct Shared {
-    const LinearTask& whole;
-    LinearKernel kernel;
-    std::atomic<int> next{0};
-  } shared{whole, kernel_for(isa)};
-  const int pieces = (whole.outputs + kPiece - 1) / kPiece;
+void run_linear(void (*kernel)(const LinearTask&), const LinearTask& whole, int num_threads) {
+  check_format(whole.format);
+  check_positive("rows", whole.rows);
+  check_positive("inputs", whole.inputs);
+  check_positive("outputs", whole.outputs);
+  const int size = outputs_of_piece(whole.outputs, num_threads);
+  const int pieces = (whole.outputs + size - 1) / size;
   // One thread or all of them: OpenMP ends the threads that a smaller team leaves over and starts them anew for the next.
-  run_parallel(
-      pieces <= 1 ? 1 : num_threads,
-      [](void* argument) {
-        Shared& all = *static_cast<Shared*>(argument);
-        LinearTask task = all.whole;
-        while ((task.first_output = all.next.fetch_add(kPiece, std::memory_order_relaxed)) < all.whole.outputs) {
-          task.last_output = std::min(task.first_output + kPiece, all.whole.outputs);
-          all.kernel(task);
-        }
-      },
-      &shared);
+  run_phases<1>(pieces <= 1 ? 1 : num_threads, {pieces}, [&] {
+    return [&](Piece piece, Piece next) {
+      LinearTask task = whole;
+      task.first_output = piece.index * size;
+      task.last_output = std::min(task.first_output + size, whole.outputs);
+      task.ahead = next.phase == 0 ? weights_of(whole, next.index * size) : nullptr;
+      kernel(task);
+    };
+  });
 }
 
 }  // namespace vera

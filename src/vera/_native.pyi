@@ -73,7 +73,84 @@ class Attention:
         again: bool = False,
     ) -> list[list[int]]: ...
 
-def linear(x: int, weight: int, bias: int, y: int, rows: int, inputs: int, outputs: int, num_threads: int) -> None: ...
+def linear(
+    x: int, weight: int, bias: int, y: int, rows: int, inputs: int, outputs: int, num_threads: int, weight_format: int = 0
+) -> None:
+    """`y [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T + bias`, for few rows.
+
+    All float32, but for the weights: `weight_format` 0 float32, 1 float16, 2 bfloat16. These are widened as they are read, which
+    is exact: the result is, bit for bit, that of the same weights in float32. A row's result does not depend on `rows` and
+    `num_threads`. A `bias` of 0: none. ValueError for sizes that are not positive and an unknown format.
+    """
+
+def before_attention(
+    hidden: int,
+    norm_weight: int,
+    eps: float,
+    q_weight: int,
+    k_weight: int,
+    v_weight: int,
+    q_bias: int,
+    k_bias: int,
+    v_bias: int,
+    q_norm: int,
+    k_norm: int,
+    qk_norm_eps: float,
+    cos: int,
+    sin: int,
+    query: int,
+    key: int,
+    value: int,
+    weight_format: int,
+    rows: int,
+    hidden_size: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    num_threads: int,
+) -> None:
+    """A Llama-like decoder layer up to its attention, for few rows: RMSNorm, q, k and v, rotary positions.
+
+    Reads `hidden [rows, hidden_size]`, `cos` and `sin` `[rows, head_dim]` (for `x * cos + rotate_half(x) * sin`) and weights
+    `[heads * head_dim, hidden_size]`; writes `query [rows, query_heads, head_dim]`, and `key` and `value`
+    `[rows, kv_heads, head_dim]`.
+    `q_norm` and `k_norm` `[head_dim]` are the weights of an RMSNorm of each head before the rotation. Biases and these norms may
+    be 0: none. Formats, exactness and the independence of rows are those of `linear`. ValueError for sizes that are not
+    positive, an odd `head_dim` and an unknown format.
+    """
+
+def after_attention(
+    attended: int,
+    o_weight: int,
+    o_bias: int,
+    hidden: int,
+    norm_weight: int,
+    eps: float,
+    gate_weight: int,
+    up_weight: int,
+    down_weight: int,
+    gate_bias: int,
+    up_bias: int,
+    down_bias: int,
+    output: int,
+    weight_format: int,
+    rows: int,
+    hidden_size: int,
+    query_size: int,
+    intermediate_size: int,
+    num_threads: int,
+) -> None:
+    """The same layer from its attention on: o, residual, RMSNorm, `silu(gate) * up`, down, residual.
+
+    Reads `attended [rows, query_size]` and what the layer was given, `hidden [rows, hidden_size]`; writes
+    `output [rows, hidden_size]`, which may be `hidden`. What passes between the products lies in memory that threads keep from
+    call to call: `2 * rows * intermediate_size` floats of the caller, `rows * hidden_size` of each thread. Biases may be 0: none.
+    All else as for `before_attention`.
+    """
+
+def rms_norm(x: int, weight: int, eps: float, y: int, rows: int, size: int, num_threads: int) -> None:
+    """`y [rows, size] = weight * x / sqrt(mean(x ** 2) + eps)`; `y` may be `x`. ValueError for sizes that are not positive."""
+
 def sketch_pages(
     pages: int,
     key_parts: int,
