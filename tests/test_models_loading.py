@@ -197,15 +197,15 @@ def test_a_near_miss_gets_a_suggestion(tmp_path, asked, hint):
 
 
 def test_an_unknown_dtype_lists_the_known_ones(tmp_path):
-    with pytest.raises(ConfigError, match="dtype='int4' is not one of float16, bfloat16, float32"):
+    with pytest.raises(ConfigError, match="dtype='int4' is not one of auto, float16, bfloat16, float32"):
         load_model(tmp_path, dtype="int4")
 
 
-def test_half_precision_checkpoints_load_as_float32_unless_told_otherwise(tmp_path):
+def test_half_precision_checkpoints_are_computed_in_float32_unless_told_otherwise(tmp_path):
     tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
-    default, half = load_model(tmp_path), load_model(tmp_path, dtype="bfloat16")
-    assert (default.spec.dtype, half.spec.dtype) == ("float32", "bfloat16")
-    assert default.spec.weight_bytes == 2 * half.spec.weight_bytes
+    default, wide, half = (load_model(tmp_path, dtype=dtype) for dtype in ("auto", "float32", "bfloat16"))
+    assert (default.spec.dtype, wide.spec.dtype, half.spec.dtype) == ("float32", "float32", "bfloat16")
+    assert wide.spec.weight_bytes == 2 * half.spec.weight_bytes
     stored = load_file(tmp_path / WEIGHTS)["model.norm.weight"]
     assert torch.equal(default.module.model.norm.weight, stored.float())
 

@@ -23,7 +23,7 @@ from vera.engine.request import FinishReason, Update
 from vera.engine.sampler import TokenLogprob
 from vera.engine.text import encode_chat, encode_prompt
 from vera.errors import ConfigError, EngineStopped
-from vera.models import LoadedModel, adopt_model, load_model
+from vera.models import AUTO, LoadedModel, adopt_model, load_model
 from vera.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -97,9 +97,10 @@ class LLM:
             print(llm.chat([{"role": "user", "content": "What is the capital of France?"}])[0].text)
 
     `model`: a Hugging Face folder, a `.gguf` file, `"embedded"`, or a transformers model that is loaded already (with its
-    `tokenizer`). `dtype`: what a model that is loaded here is held in; float32 if not given. `cache`: `"native"`, `"adaptive"`, a
-    CacheConfig or a dict of its fields; or one of these for each device, as in `{"cpu": {"mode": "adaptive"}}`, because budgets
-    are per device. Further settings are those of EngineConfig.
+    `tokenizer`). `dtype`: what a model that is loaded here computes in and is held in; if not given, it computes in float32 and
+    is held in the narrowest form that is exact. `cache`: `"native"`, `"adaptive"`, a CacheConfig or a dict of its fields; or one
+    of these for each device, as in `{"cpu": {"mode": "adaptive"}}`, because budgets are per device. Further settings are those of
+    EngineConfig.
     Not thread-safe.
 
     In an adaptive cache each request may say how it is served, in place of the cache's settings: `fidelity` is `"native"` (every
@@ -346,7 +347,7 @@ def _loaded(
     if isinstance(model, str | Path):
         if tokenizer is not None:
             raise ConfigError("tokenizer is only taken with a transformers model; a folder or .gguf file brings its own")
-        return load_model(model, dtype=dtype or "float32")
+        return load_model(model, dtype=dtype or AUTO)
     if dtype is not None:
         raise ConfigError(f"dtype={dtype!r} is only taken with a folder or .gguf file; a loaded model has its own")
     if isinstance(model, PreTrainedModel):

@@ -12,6 +12,7 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
@@ -22,6 +23,7 @@ from vera.config import cache_home
 from vera.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
 from vera.models.folder import CONFIG_FILE, check_weight_files
 from vera.models.gate import check_class, check_config
+from vera.models.narrow import round_to_half
 from vera.models.weights import check_tensors
 
 GGUF_SUFFIX = ".gguf"
@@ -53,6 +55,8 @@ def conversions_home() -> Path:
 
 def converted_folder(file: Path, dtype: str, tell: Callable[[str], None]) -> Path:
     """The Hugging Face folder of the model in `file`, its weights in `dtype`; made now if it is not there yet.
+
+    With "auto" the weights that can be held narrow are in half precision, all others in float32.
 
     It appears whole or not at all, whatever happens to the process; a second process waits for the first. Raises BrokenModel for
     a damaged file, UnsupportedModel, and ModelError when the cache folder cannot be written or packages are missing.
@@ -131,7 +135,10 @@ def _convert_into(folder: Path, file: Path, dtype: str) -> None:
 
 
 def _read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer, checked like those of a folder: what is wrong now would be saved as if it were right."""
+    """Model and tokenizer, its weights in `dtype` or rounded for "auto". Checked like those of a folder.
+
+    What is wrong now would be saved as if it were right.
+    """
     source: dict[str, Any] = {
         "pretrained_model_name_or_path": str(file.parent),
         "gguf_file": file.name,
@@ -141,7 +148,7 @@ def _read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     try:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             **source,
-            dtype=PAGE_DTYPES[dtype],
+            dtype=PAGE_DTYPES.get(dtype, torch.float32),
             # Without it the module stays marked as quantised, and cannot be saved.
             quantization_config=transformers.GgufConfig(dequantize=True),
             output_loading_info=True,
@@ -156,6 +163,8 @@ def _read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     check_config(module.config, file.name)
     check_class(type(module), file.name)
     check_tensors(module, loaded[1], file)
+    if dtype not in PAGE_DTYPES:
+        round_to_half(module)
     _restore_digit_splitting(tokenizer, file)
     return module, tokenizer
 

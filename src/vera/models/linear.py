@@ -1,8 +1,9 @@
 """Linear layers for a decode step: a few rows, and so bound by reading the weights.
 
 torch's own product reaches half of the memory bandwidth for one row here and a third of the arithmetic for sixteen; see
-docs/log.md. The kernel reads the weights where torch has them, in float32, and sums each row in the same order whatever
-the number of rows is: up to MAX_ROWS, a sequence's result does not depend on its batch.
+docs/log.md. The kernel reads the weights where torch has them, in float32 or in a half format that it widens as it reads, and
+sums each row in the same order whatever the number of rows and the format are: up to MAX_ROWS, a sequence's result does not
+depend on its batch.
 """
 
 from __future__ import annotations
@@ -14,25 +15,32 @@ from torch import Tensor, nn
 from vera.errors import ConfigError
 
 try:
-    from vera._native import isa
-    from vera._native import linear as _linear
+    from vera import _native
 except ImportError:  # there was no compiler when Vera was installed; vera.attention says so
     _KERNEL = None
 else:
-    _KERNEL = _linear
+    _KERNEL = _native.linear
 
 MAX_ROWS = 64
 """From more rows on torch's product is faster."""
 
+WEIGHT_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""The kernels' numbers for what weights can be held in."""
+
 
 class FewRowsLinear(nn.Linear):
-    """`nn.Linear` with another kernel for few rows of float32, in inference only."""
+    """`nn.Linear` with another kernel for few rows of float32, in inference only.
+
+    Its weight may be held in float16 or bfloat16 (see `narrow`): inputs of float32 see it widened, which is exact.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         if _KERNEL is None or torch.is_grad_enabled() or not _suits(weight, bias) or not _is_few_rows(input, weight):
-            return F.linear(input, weight, bias)
+            wide = weight.to(input.dtype) if input.dtype is torch.float32 else weight
+            return F.linear(input, wide, bias)
         outputs, inputs = weight.shape
+        held_in = () if weight.dtype is torch.float32 else (WEIGHT_FORMATS[weight.dtype],)
         input = input.contiguous()
         output = input.new_empty((*input.shape[:-1], outputs))
         _KERNEL(
@@ -44,6 +52,7 @@ class FewRowsLinear(nn.Linear):
             inputs,
             outputs,
             torch.get_num_threads(),
+            *held_in,
         )
         return output
 
@@ -53,18 +62,23 @@ def speed_up_linear(module: nn.Module) -> int:
     if _KERNEL is None:
         return 0
     try:
-        isa()
+        _native.isa()
     except ValueError as error:  # what VERA_CPU_ISA asks for
         raise ConfigError(str(error)) from error
-    chosen = [layer for layer in module.modules() if type(layer) is nn.Linear and _suits(layer.weight, layer.bias)]
+    chosen = [layer for layer in module.modules() if type(layer) is nn.Linear and _is_plain_float32(layer)]
     for layer in chosen:
         layer.__class__ = FewRowsLinear
     return len(chosen)
 
 
+def _is_plain_float32(layer: nn.Linear) -> bool:
+    return layer.weight.dtype is torch.float32 and _suits(layer.weight, layer.bias)
+
+
 def _suits(weight: Tensor, bias: Tensor | None) -> bool:
     """Looked at in every call: the layer is its caller's too, who may have moved, converted or replaced its parameters."""
-    fits = _is_float32(weight) and weight.dim() == 2 and weight.is_contiguous() and weight.shape[1] > 0
+    is_held_right = weight.dtype in WEIGHT_FORMATS and weight.is_cpu and weight.is_contiguous()
+    fits = is_held_right and weight.dim() == 2 and weight.shape[1] > 0
     return fits and (bias is None or (_is_float32(bias) and bias.shape == weight.shape[:1] and bias.is_contiguous()))
 
 

@@ -4,39 +4,58 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vera.attention.protocol import PAGE_DTYPES
 from vera.errors import ConfigError, ModelNotFound
+from vera.models.decoder import speed_up_layers
+from vera.models.dense import DenseAttention
 from vera.models.folder import CONFIG_FILE, read_module, read_tokenizer
 from vera.models.gate import check_class, check_config
 from vera.models.gguf import GGUF_SUFFIX, converted_folder, embedded_file
 from vera.models.linear import speed_up_linear
 from vera.models.loaded import LoadedModel
+from vera.models.narrow import compute_dtype, narrow, widen
 from vera.models.probe import probe
 from vera.models.spec import ModelSpec, weight_bytes, weights_revision
-from vera.models.surroundings import quiet_transformers
+from vera.models.surroundings import one_thread, quiet_transformers
 
 EMBEDDED = "embedded"
+AUTO = "auto"
+"""Compute in float32, and hold weights in the narrowest form that holds them exactly."""
+
+_TRIAL_TOKENS = 5
 
 Progress = Callable[[str], None]
 
 
-def load_model(source: str | Path = EMBEDDED, *, dtype: str = "float32", progress: Progress | None = None) -> LoadedModel:
+def load_model(source: str | Path = EMBEDDED, *, dtype: str = AUTO, progress: Progress | None = None) -> LoadedModel:
     """The model at `source`, ready to run: a Hugging Face folder, a `.gguf` file, or `embedded`. Nothing is downloaded.
 
-    `dtype` is what the weights are held in, whatever they are stored in. `progress` is told in a line what takes long. A `.gguf`
-    file is converted once into `vera.config.cache_home()`. Raises ModelNotFound, BrokenModel or UnsupportedModel.
+    With `dtype` "auto" the model computes in float32, and weights that float16 or bfloat16 hold exactly are held so: as a rule
+    those of a half-precision checkpoint. With another `dtype` it computes in that, and all weights are held in it. `progress` is
+    told in a line what takes long.
+
+    A `.gguf` file is converted once into `vera.config.cache_home()`. With "auto" its matrices are written in half precision:
+    exactly if it holds them, else rounded to float16, by at most 2^-11 of a value or 2^-25: a quantised value, a small integer
+    times a scale, may have more digits. With "float32" nothing is rounded. Raises ModelNotFound, BrokenModel or UnsupportedModel.
     """
-    if dtype not in PAGE_DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(PAGE_DTYPES)}")
+    if dtype != AUTO and dtype not in PAGE_DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is not one of {', '.join((AUTO, *PAGE_DTYPES))}")
     tell = progress or (lambda _: None)
     with quiet_transformers():
         name, folder = _locate(source, dtype, tell)
         tell(f"loading {name}")
-        return _admit(read_module(folder, name, PAGE_DTYPES[dtype]), read_tokenizer(folder), name)
+        computes_in = torch.float32 if dtype == AUTO else PAGE_DTYPES[dtype]
+        model = _admit(read_module(folder, name, computes_in), read_tokenizer(folder), name)
+    if dtype == AUTO:
+        _hold_narrow(model)
+    return model
 
 
 def adopt_model(
@@ -44,7 +63,8 @@ def adopt_model(
 ) -> LoadedModel:
     """A transformers model that is already in memory, put through the same gate. Vera owns `module` from then on.
 
-    The module is set to evaluation mode and to Vera's attention, in place. Raises UnsupportedModel or BrokenModel.
+    The module is set to evaluation mode and to Vera's attention, in place; its parameters stay as they are. Raises
+    UnsupportedModel or BrokenModel.
     """
     with quiet_transformers():
         check_config(module.config, name)
@@ -87,6 +107,7 @@ def _what_is_there(path: Path) -> str:
 def _admit(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LoadedModel:
     """The probe, and what it and the config say about the model."""
     speed_up_linear(module)
+    speed_up_layers(module)
     geometry = probe(module, name)
     config = module.config
     spec = ModelSpec(
@@ -99,7 +120,7 @@ def _admit(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         max_context=config.max_position_embeddings,
-        dtype=str(module.dtype).removeprefix("torch."),
+        dtype=str(compute_dtype(module)).removeprefix("torch."),
         windows=tuple(layer.window for layer in geometry.layers),
         eos_token_ids=_eos_token_ids(module, tokenizer),
         bos_token_id=config.bos_token_id,
@@ -107,6 +128,26 @@ def _admit(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
         weight_bytes=weight_bytes(module),
     )
     return LoadedModel(module, tokenizer, spec, geometry.layers)
+
+
+def _hold_narrow(model: LoadedModel) -> None:
+    """Narrows the weights, unless the model then computes something else: its code may look at what a weight is held in."""
+    before = _trial(model)
+    narrow(model.module)
+    try:
+        same = torch.equal(_trial(model), before)
+    except (RuntimeError, TypeError):  # operands of two dtypes
+        same = False
+    if not same:
+        widen(model.module)
+    model.spec = replace(model.spec, weight_bytes=weight_bytes(model.module))
+
+
+def _trial(model: LoadedModel) -> Tensor:
+    """Logits of a few tokens."""
+    tokens = torch.arange(_TRIAL_TOKENS) % model.spec.vocab_size
+    with one_thread():
+        return model.forward(tokens, torch.arange(_TRIAL_TOKENS), torch.arange(_TRIAL_TOKENS), DenseAttention([_TRIAL_TOKENS]))
 
 
 def _eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

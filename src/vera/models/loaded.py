@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vera.attention.protocol import LayerAttention
 from vera.models.hook import VERA_ATTENTION, LayerHook, Step
+from vera.models.narrow import compute_dtype, narrow, widen
 from vera.models.probe import probe
-from vera.models.spec import ModelSpec, weights_revision
+from vera.models.spec import ModelSpec, weight_bytes, weights_revision
 from vera.models.surroundings import quiet_transformers
 from vera.models.weights import check_state_dict
 from vera.models.windows import KeepHidden, decoder_layers, flowing_in, only_layers, watching
@@ -76,7 +77,7 @@ class LoadedModel:
         inputs = self._inputs(token_ids, positions, attend)
         with ExitStack() as stack:
             if hidden is not None:
-                replaced = hidden.to(self.module.dtype).unsqueeze(0)
+                replaced = hidden.to(compute_dtype(self.module)).unsqueeze(0)
                 stack.enter_context(flowing_in(base_model, layers, first, replaced))
             stack.enter_context(only_layers(base_model, layers, first, stop))
             stack.enter_context(torch.inference_mode())
@@ -96,11 +97,15 @@ class LoadedModel:
         """Copies other weights of the same architecture into the module, and gives `spec` their revision.
 
         `state_dict` has the names of `module.state_dict()`; a tied head may be left out. Keys and values computed before are
-        another model's from now on. Raises BrokenModel, with nothing changed, when tensors are missing, superfluous, of another
-        shape or not finite.
+        another model's from now on. Weights that were held narrow are again where the new values allow it, which needs the
+        memory of float32 for a moment. Raises BrokenModel, with nothing changed, when tensors are missing, superfluous, of
+        another shape or not finite.
         """
         check_state_dict(self.module, state_dict)
+        was_narrow = widen(self.module) > 0
         self.module.load_state_dict(state_dict, strict=False)
+        if was_narrow:
+            narrow(self.module)
         with quiet_transformers():
             self.layers = probe(self.module, self.spec.name).layers
-        self.spec = replace(self.spec, weights_revision=weights_revision(self.module))
+        self.spec = replace(self.spec, weights_revision=weights_revision(self.module), weight_bytes=weight_bytes(self.module))

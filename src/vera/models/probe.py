@@ -23,6 +23,7 @@ from vera.attention.protocol import LayerAttention
 from vera.errors import BrokenModel, ModelError, UnsupportedModel
 from vera.models.dense import DenseAttention, dense_attention
 from vera.models.hook import VERA_ATTENTION, Step, flat
+from vera.models.narrow import compute_dtype
 from vera.models.surroundings import one_thread
 
 MAX_HEAD_DIM = 256
@@ -243,7 +244,7 @@ def _compare_with_eager(module: PreTrainedModel, hooked: Tensor, tokens: int) ->
     if not torch.isfinite(eager).all():
         raise BrokenModel(
             f"{type(module).__name__}: logits of a {tokens}-token probe are not finite; "
-            f"the weights are damaged, or overflow in {module.dtype} (try dtype='float32')"
+            f"the weights are damaged, or overflow in {compute_dtype(module)} (try dtype='float32')"
         )
     difference, limit = _relative_difference(hooked, eager), _tolerance(module)
     if not difference <= limit:
@@ -295,4 +296,4 @@ def _probe_tokens(geometry: Geometry) -> int:
 
 
 def _tolerance(module: PreTrainedModel) -> float:
-    return max(_RELATIVE_TOLERANCE, 8 * torch.finfo(module.dtype).eps)
+    return max(_RELATIVE_TOLERANCE, 8 * torch.finfo(compute_dtype(module)).eps)
