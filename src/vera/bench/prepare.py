@@ -11,15 +11,15 @@ from vera.bench.workload import document_tokens
 from vera.errors import ConfigError
 from vera.models import load_model
 from vera.models.gguf import converted_folder, embedded_file
-from vera.models.load import EMBEDDED
+from vera.models.load import AUTO, EMBEDDED
 
 
 def prepare(*, model: str, num_tokens: int, new_tokens: int, seed: int, f16: bool) -> dict[str, Any]:
     """Loads the model once, which converts it if need be, and returns the prompt ("token_ids").
 
-    "folder" is where transformers finds the same weights in float32. With `f16`, "f16_path" names a GGUF file of them in half
-    precision, or is None if the model does not come from GGUF. A ConfigError says so if prompt and answer are longer than the
-    model's context.
+    "folder" is where transformers finds the same weights, to be widened to float32. With `f16`, "f16_path" names a GGUF file of
+    them in half precision, or is None if the model does not come from GGUF. A ConfigError says so if prompt and answer are longer
+    than the model's context.
     """
     loaded = load_model(model, progress=_tell)
     if num_tokens + new_tokens > loaded.spec.max_context:
@@ -34,7 +34,7 @@ def prepare(*, model: str, num_tokens: int, new_tokens: int, seed: int, f16: boo
     source = _gguf_file(model)
     return {
         "token_ids": document_tokens(loaded.tokenizer, num_tokens, seed=seed),
-        "folder": str(converted_folder(source, "float32", _tell) if source else Path(model).expanduser()),
+        "folder": str(converted_folder(source, AUTO, _tell) if source else Path(model).expanduser()),
         "f16_path": str(f16_copy(source)) if source and f16 else None,
         "model_name": loaded.spec.name,
     }
