@@ -40,7 +40,6 @@ class FewRowsLinear(nn.Linear):
             wide = weight.to(input.dtype) if input.dtype is torch.float32 else weight
             return F.linear(input, wide, bias)
         outputs, inputs = weight.shape
-        held_in = () if weight.dtype is torch.float32 else (WEIGHT_FORMATS[weight.dtype],)
         input = input.contiguous()
         output = input.new_empty((*input.shape[:-1], outputs))
         _KERNEL(
@@ -52,7 +51,7 @@ class FewRowsLinear(nn.Linear):
             inputs,
             outputs,
             torch.get_num_threads(),
-            *held_in,
+            WEIGHT_FORMATS[weight.dtype],
         )
         return output
 

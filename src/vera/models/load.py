@@ -136,7 +136,7 @@ def _hold_narrow(model: LoadedModel) -> None:
     narrow(model.module)
     try:
         same = torch.equal(_trial(model), before)
-    except (RuntimeError, TypeError):  # operands of two dtypes
+    except RuntimeError:  # operands of two dtypes
         same = False
     if not same:
         widen(model.module)
