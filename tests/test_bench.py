@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +23,18 @@ from vera.bench.child import run_job
 from vera.bench.gguf_f16 import f16_copy
 from vera.bench.machine import describe_machine
 from vera.bench.memory import MemoryMeter, parse_status, process_memory
+from vera.bench.signals import ends_on_sigterm
 from vera.bench.statistics import agreeing, decode_figures, merge_repeats, percentile
 from vera.bench.workload import document_excerpt, document_text, document_tokens
+from vera.cache import CacheShape
+from vera.cache.housekeeping import TierStats
+from vera.config import CacheConfig
 from vera.errors import ConfigError
 
 _JOBS = """
 import os, signal, sys, time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from vera.errors import ConfigError
 
 def greet(name):
@@ -50,6 +61,17 @@ def leave_quietly():
 def sleep(seconds):
     time.sleep(seconds)
     return {}
+
+def sleep_in_a_folder():
+    with TemporaryDirectory() as folder:
+        Path(folder, str(os.getpid())).touch()
+        time.sleep(60)
+
+def sleep_deaf_to_sigterm():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with TemporaryDirectory() as folder:
+        Path(folder, str(os.getpid())).touch()
+        time.sleep(60)
 
 def allocate(num_bytes):
     block = bytearray(num_bytes)
@@ -110,6 +132,85 @@ def test_job_reports_memory_that_it_has_given_back_already() -> None:
     assert large["rss_peak_bytes"] >= large["process_bytes"]
 
 
+# -- how processes end ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parent_of(jobs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`parent_of(job)` runs it in a child of a new process; gives that process and the child's id, once the job is under way."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    parents = []
+
+    def start(job: str) -> tuple[subprocess.Popen[bytes], int]:
+        code = (
+            "from vera.bench.child import run_job\n"
+            "from vera.bench.signals import ends_on_sigterm\n"
+            f"with ends_on_sigterm():\n    run_job('jobs:{job}', {{}})\n"
+        )
+        parents.append(subprocess.Popen([sys.executable, "-c", code]))
+        within(30, lambda: any(folder.glob("*/*")))
+        return parents[-1], int(next(folder.glob("*/*")).name)
+
+    yield start
+    for parent in parents:
+        parent.kill()
+        parent.wait()
+
+
+def within(seconds: float, happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, f"did not happen within {seconds} s"
+        time.sleep(0.02)
+
+
+def is_running(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"  # ended, and nobody has asked how
+
+
+@pytest.mark.parametrize("job", ["sleep_in_a_folder", "sleep_deaf_to_sigterm"])
+def test_child_ends_when_its_parent_is_killed(parent_of: Any, job: str) -> None:
+    parent, child = parent_of(job)
+    parent.kill()
+    within(10, lambda: not is_running(child))
+
+
+def test_child_that_starts_after_its_parent_has_ended_does_nothing() -> None:
+    code = "from vera.bench.signals import end_with; end_with(1); print('goes on')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (143, "")
+
+
+def test_sigterm_ends_parent_and_child_and_leaves_no_folder(parent_of: Any, tmp_path: Path) -> None:
+    parent, child = parent_of("sleep_in_a_folder")
+    parent.terminate()
+    assert parent.wait(10) == 143
+    assert not is_running(child)
+    assert not any((tmp_path / "temporary").iterdir())
+
+
+def test_sigterm_ends_a_child_that_does_not_listen(parent_of: Any) -> None:
+    parent, child = parent_of("sleep_deaf_to_sigterm")
+    parent.terminate()
+    assert parent.wait(15) == 143
+    assert not is_running(child)
+
+
+def test_sigterm_handler_of_others_is_left_alone() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with ends_on_sigterm():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +255,35 @@ def test_repeats_give_medians_and_their_spread() -> None:
 def test_repeats_that_failed_are_counted_and_not_averaged() -> None:
     assert merge_repeats([{"failed": "x"}, {"speed": 2.0}, {"failed": "y"}]) == {"speed": 2.0, "failed_repeats": 2}
     assert merge_repeats([{"failed": "x"}, {"failed": "y"}]) == {"failed": "x"}
+
+
+def test_rates_are_ratios_of_what_was_counted_since_a_snapshot() -> None:
+    stats = TierStats(pages_exact=50, pages_sketched=50, hits=1000, decode_steps=10, recompute_steps=10)
+    before = stats.snapshot()
+    stats.pages_exact, stats.pages_sketched, stats.values_skipped = 53, 59, 6
+    stats.hits, stats.decode_steps, stats.recompute_steps, stats.uncovered_hits = 1020, 18, 12, 4
+    assert asdict(stats.since(before).rates) == {
+        "exact_read_share": 3 / 12,
+        "values_skipped_share": 6 / 12,
+        "hits_per_step": 20 / 8,
+        "recompute_share": 2 / 8,
+        "uncovered_per_step": 4 / 8,
+    }
+
+
+def test_rates_of_nothing_are_unknown() -> None:
+    assert set(asdict(TierStats().rates).values()) == {None}
+
+
+def test_native_bytes_are_those_of_whole_blocks() -> None:
+    shape = CacheShape(layers=3, kv_heads=2, head_dim=16)
+    block_bytes = 2 * 64 * 16 * 2 * 3 * 2
+    assert [shape.native_bytes(CacheConfig(), tokens) for tokens in (0, 1, 64, 65)] == [
+        0,
+        block_bytes,
+        block_bytes,
+        2 * block_bytes,
+    ]
 
 
 def test_answers_agree_up_to_their_first_difference() -> None:

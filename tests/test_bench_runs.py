@@ -77,6 +77,16 @@ def test_repeated_runs_give_their_spread(decoded: dict[str, Any]) -> None:
     assert low <= native["decode_tokens_per_s"] <= high
 
 
+def test_adaptive_decode_tells_the_rates_of_the_timed_steps(model: str) -> None:
+    settings = {"min_context": 64, "page_size": 16, "warm_store": "ram", "recalibrate_every": 1}
+    bench = DecodeBench(model=model, batch=2, context=400, new_tokens=6, caches=("adaptive",), adaptive=settings, num_threads=1)
+    adaptive = run_decode(bench)["runs"]["adaptive"]
+    assert 0 < adaptive["exact_read_share"] <= 1
+    assert 0 <= adaptive["values_skipped_share"] < 1
+    assert adaptive["hits_per_step"] >= 0 == adaptive["recompute_share"] == adaptive["uncovered_hits"]
+    assert adaptive["warm_bytes"] > 0
+
+
 def test_prefill_reports_the_agreed_keys(model: str) -> None:
     result = run_prefill(PrefillBench(model=model, context=300, baselines=("transformers",), page_dtype="float32", num_threads=1))
     assert (result["bench"], result["context"]) == ("prefill", 300)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +199,7 @@ def test_native_does_not_drift_from_itself(forced: Any, reference: np.ndarray, t
 def test_tolerance_zero_leaves_next_to_no_drift(forced: Any, reference: np.ndarray, token_ids: list[int]) -> None:
     logits, figures = forced(adaptive(attention_tolerance=0.0, page_dtype="float32"))
     assert kl_mean(reference, logits, token_ids) < 1e-9
-    assert figures["pages_sketched"] == 0
+    assert figures["exact_read_share"] == 1
 
 
 def test_sketches_without_error_control_drift_most(forced: Any, reference: np.ndarray, token_ids: list[int]) -> None:
@@ -264,13 +266,29 @@ def test_control_that_fails_is_reported_and_the_rest_is_there(model: str, monkey
         return outcome | {"process_bytes": 0}
 
     monkeypatch.setattr("vera.bench.fidelity.run_job", run_here)
-    settings = CacheConfig(min_context=CONTEXT)
+    settings = CacheConfig(mode="adaptive", min_context=CONTEXT)
     bench = FidelityBench(model=model, context=CONTEXT, tokens=2, cache="native", settings=settings, num_threads=1)
     result = run_fidelity(bench)
     assert result["controls"] == {"bf16_self": {"failed": "no"}, "fp8": {"failed": "no"}}
     assert set(result["perplexity"]) == {"native", "native_float16"}
     assert result["hits_per_step"] is None
     render_fidelity(result)
+
+
+@pytest.mark.slow
+def test_sigterm_leaves_no_folder_behind(model: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vera.cli", "fidelity", "--model", model, "--context", "3000", "--tokens", "900"]
+    run = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
+    with run:
+        assert run.stderr is not None
+        while (line := run.stderr.readline()) and "reference" not in line:
+            pass
+        (folder,) = tmp_path.glob("vera-fidelity-*")
+        while run.poll() is None and not any(folder.iterdir()):
+            time.sleep(0.02)
+        run.terminate()
+        assert run.wait(15) == 143
+    assert not list(tmp_path.glob("vera-fidelity-*"))
 
 
 def test_mistake_on_the_command_line_gives_one_message() -> None:
@@ -290,4 +308,4 @@ def test_settings_that_the_command_is_not_given_are_the_caches_own(monkeypatch: 
     monkeypatch.setattr("vera.bench.fidelity.run_fidelity", run)
     CliRunner().invoke(app, ["fidelity"])
     CliRunner().invoke(app, ["fidelity", "--tolerance", "0.03"])
-    assert asked == [CacheConfig(), CacheConfig(attention_tolerance=0.03)]
+    assert asked == [CacheConfig(mode="adaptive"), CacheConfig(mode="adaptive", attention_tolerance=0.03)]

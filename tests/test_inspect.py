@@ -77,6 +77,7 @@ def test_each_decode_step_is_recorded_with_its_hits_and_errors():
         assert sum(step.hits for step in run.steps) == use.hits > 0
         assert np.mean([step.error for step in run.steps]) == pytest.approx(use.error_mean)
         assert run.error_max == use.error_max
+        assert run.rates.hits_per_step == use.hits / 29
 
 
 def test_a_layer_of_each_step_is_audited():
@@ -138,8 +139,8 @@ def test_json_has_the_promised_keys_and_no_nan():
     written = json.loads(json.dumps(long_run().to_dict(), allow_nan=False))
     assert set(written) == {
         "model", "context", "tokens", "text", "fidelity", "attention_tolerance", "page_size", "blocks", "layers", "kv_heads",
-        "why_untiered", "pages", "bytes", "hits", "recomputed", "uncovered_hits", "errors", "error_max", "audits",
-        "hot_share_map", "cold_share_map", "heat_map",
+        "why_untiered", "pages", "bytes", "hits", "recomputed", "uncovered_hits", "rates", "errors", "error_max",
+        "audits", "hot_share_map", "cold_share_map", "heat_map",
     }  # fmt: skip
     assert np.shape(written["heat_map"]) == np.shape(written["hot_share_map"]) == (4, 15)
 

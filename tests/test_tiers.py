@@ -334,7 +334,7 @@ def test_checkpoints_are_copied_with_their_block(tables):
 @pytest.mark.parametrize("kind", ["ram", "file"])
 def test_units_and_checkpoints_together_stay_within_the_limit(kind, warm_blocks, tmp_path):
     tables = make_tables(tmp_path, warm_blocks=warm_blocks, warm_store=kind, frames=14)
-    limit = int(warm_blocks * warm_bytes_per_block(SHAPE, CacheConfig(page_size=PAGE, recompute_layer_limit=2)))
+    limit = int(warm_blocks * warm_bytes_per_block(SHAPE, CacheConfig(mode="adaptive", page_size=PAGE, recompute_layer_limit=2)))
     for block in range(12):
         fill(tables, block, block)
         for boundary in range(2):

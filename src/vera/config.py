@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -109,6 +109,8 @@ class CacheConfig(_Config):
         band = self.recompute_target
         if not (isinstance(band, tuple) and len(band) == 2 and all(map(_is_number, band)) and 0 <= band[0] < band[1] <= 1):
             raise ConfigError(f"recompute_target={band!r} must be two shares, the lower one first, such as (0.08, 0.15)")
+        if self.mode == "native" and (idle := [f.name for f in _adaptive_fields() if getattr(self, f.name) != f.default]):
+            raise ConfigError(f"a native cache has no use for {', '.join(idle)}; take mode='adaptive', or leave them out")
 
     def risks(self) -> list[str]:
         """A line for each setting outside its recommended range: its value, the range, and what it risks."""
@@ -122,6 +124,12 @@ class CacheConfig(_Config):
             risk = risk_below if value < low else risk_above
             lines.append(f"{name}={value} is outside the recommended {low} to {high}: {risk}")
         return lines
+
+
+def _adaptive_fields() -> list[Field[Any]]:
+    """The settings of an adaptive cache alone: those from `hot_score_threshold` on."""
+    settings = list(fields(CacheConfig))
+    return settings[[setting.name for setting in settings].index("hot_score_threshold") :]
 
 
 _HARD_RANGES: dict[str, tuple[float, float]] = {
@@ -188,8 +196,10 @@ class EngineConfig(_Config):
 ENVIRONMENT = {
     "VERA_HOME": "where converted models are kept",
     "VERA_CPU_ISA": "the kernels' instruction set: avx512vnni, avx512, avx2 or portable",
+    "VERA_API_KEY": "`vera serve`: the keys that open the API, with commas between",
+    "VERA_ADMIN_KEY": "`vera serve`: the key that opens the admin routes",
 }
-"""Every environment variable that Vera reads. Settings come from arguments alone."""
+"""Every environment variable that Vera reads. Settings come from arguments alone; keys do not, since arguments can be seen."""
 
 
 def environment_warnings() -> list[str]:

@@ -7,7 +7,7 @@ the answers are the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console, Group
@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vera.bench.memory import MemoryMeter
+from vera.bench.shape import shape_of
 from vera.bench.workload import document_excerpt
-from vera.cache import CacheShape
+from vera.cache.housekeeping import TierStats
 from vera.config import CacheConfig
 from vera.engine.engine import Engine
 from vera.engine.text import encode_chat
@@ -96,7 +97,7 @@ def _run(
     longest = max(map(len, prompts)) + max_tokens
     if settings.cache_max_bytes is None:
         all_tokens = longest + len(prompts) * (max_tokens + settings.page_size)
-        settings = replace(settings, cache_max_bytes=int(_SLACK * _native_bytes(model, settings, all_tokens)))
+        settings = replace(settings, cache_max_bytes=int(_SLACK * shape_of(model).native_bytes(settings, all_tokens)))
     llm = LLM(
         model,
         cache=settings,
@@ -107,7 +108,7 @@ def _run(
     with MemoryMeter() as memory, llm:
         answers, peaks = _answer(llm.engine, prompts, max_tokens, console)
         stats = llm.engine.stats.snapshot()
-        tiers = _tier_figures(llm.engine)
+        tiers = asdict((llm.engine.cache.tier_stats or TierStats()).rates)
     return {
         "prompt_tokens": stats["prompt_tokens"],
         "prefix_tokens_reused": stats["cached_tokens"],
@@ -120,12 +121,6 @@ def _run(
         **tiers,
         "answers": answers,
     }
-
-
-def _native_bytes(model: LoadedModel, settings: CacheConfig, tokens: int) -> int:
-    spec = model.spec
-    shape = CacheShape(spec.num_layers, spec.num_kv_heads, spec.head_dim)
-    return -(-tokens // settings.page_size) * shape.block_bytes(settings)
 
 
 def _answer(engine: Engine, prompts: list[list[int]], max_tokens: int, console: Console) -> tuple[list[str], dict[str, int]]:
@@ -144,18 +139,6 @@ def _answer(engine: Engine, prompts: list[list[int]], max_tokens: int, console: 
             peaks["warm_bytes"] = max(peaks["warm_bytes"], engine.cache.warm_bytes)
             live.update(_progress(engine, answers), refresh=True)
     return answers, peaks
-
-
-def _tier_figures(engine: Engine) -> dict[str, float | None]:
-    """Rates of the steps that were served within bounds; None where there was none."""
-    stats = engine.cache.tier_stats
-    if stats is None or not stats.decode_steps:
-        return {"hits_per_step": None, "exact_read_share": None, "recompute_share": None}
-    return {
-        "hits_per_step": stats.hits / stats.decode_steps,
-        "exact_read_share": stats.pages_exact / (stats.pages_exact + stats.pages_sketched),
-        "recompute_share": stats.recompute_steps / stats.decode_steps,
-    }
 
 
 def _progress(engine: Engine, answers: list[str]) -> Group:

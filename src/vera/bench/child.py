@@ -1,7 +1,8 @@
 """Each measurement has a process of its own, so that memory figures, thread pools and caches are its own.
 
 The protocol: the child (`vera.bench.worker`) reads one JSON job on stdin and writes one JSON object as the last line of its
-stdout. What it prints before that, and to stderr, is progress for people.
+stdout. What it prints before that, and to stderr, is progress for people. It does not outlive its parent, whose id is its only
+argument.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from vera.bench.signals import TERMINATED
+
+_GRACE_SECONDS = 5.0
+"""What a child has for clearing up, before it is killed."""
+
 
 def run_job(
     call: str, arguments: Mapping[str, Any], *, num_threads: int | None = None, timeout_seconds: float = 3600
@@ -25,7 +31,7 @@ def run_job(
     """
     job = json.dumps({"call": call, "arguments": dict(arguments)})
     child = subprocess.Popen(
-        [sys.executable, "-m", "vera.bench.worker"],
+        [sys.executable, "-m", "vera.bench.worker", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -35,12 +41,22 @@ def run_job(
         try:
             output, _ = child.communicate(job, timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
-            child.kill()
+            _stop(child)
             return {"failed": f"took longer than {timeout_seconds:g} s and was stopped"}
         except BaseException:
-            child.kill()
+            _stop(child)
             raise
     return _outcome(child.returncode, output)
+
+
+def _stop(child: subprocess.Popen[str]) -> None:
+    try:
+        child.terminate()
+        child.wait(_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        child.kill()
 
 
 def _environment(num_threads: int | None) -> dict[str, str]:
@@ -53,6 +69,8 @@ def _outcome(returncode: int, output: str) -> dict[str, Any]:
         return {"failed": "killed, most likely because memory ran out; take a smaller batch or context"}
     if returncode < 0:
         return {"failed": f"died of {signal.Signals(-returncode).name}"}
+    if returncode == TERMINATED:
+        return {"failed": "was told to end"}
     if returncode > 0:
         return {"failed": f"left with exit code {returncode}; its messages are on stderr"}
     try:

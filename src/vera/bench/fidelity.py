@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -23,8 +24,10 @@ from rich.text import Text
 from vera import errors
 from vera.bench.child import run_job
 from vera.bench.machine import available_cores, describe_machine
+from vera.bench.signals import ends_on_sigterm
 from vera.bench.statistics import percentile
 from vera.bench.texts import check_text
+from vera.cache.housekeeping import TierRates
 from vera.config import CacheConfig
 from vera.errors import ConfigError, VeraError
 
@@ -58,7 +61,7 @@ class FidelityBench:
     cache: str = "adaptive"
     """Of CACHES."""
     settings: CacheConfig = field(default_factory=CacheConfig)
-    """Of the measured cache. Mode and fidelity are `cache`'s, and the ceiling is what the text needs."""
+    """Of the measured cache and of the controls. Mode and fidelity are `cache`'s, and the ceiling is what the text needs."""
     controls: bool = True
     """Run the controls too; they take longer than the rest."""
     num_threads: int | None = None
@@ -94,10 +97,11 @@ class FidelityBench:
     def measured(self) -> CacheConfig:
         """The settings of the cache that is measured."""
         if self.cache == "native":
-            return replace(self.settings, mode="native")
+            return CacheConfig(page_size=self.settings.page_size, page_dtype=self.settings.page_dtype)
         return replace(self.settings, mode="adaptive", fidelity="exact" if self.cache == "exact" else "bounded")
 
 
+@ends_on_sigterm()
 def run_fidelity(bench: FidelityBench) -> dict[str, Any]:
     """The measured cache against the reference, and each control, JSON-ready. Says what it is doing on stderr.
 
@@ -126,7 +130,7 @@ def run_fidelity(bench: FidelityBench) -> dict[str, Any]:
         "tokens": bench.tokens,
         **figures,
         "perplexity": perplexity,
-        **_cache_figures(measured.outcome, bench.tokens),
+        **_cache_figures(measured.outcome),
         "controls": controls,
         "bench": "fidelity",
         "cache": bench.cache,
@@ -260,11 +264,10 @@ def _log_softmax(logits: _Floats) -> _Doubles:
     return wide
 
 
-def _cache_figures(outcome: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+def _cache_figures(outcome: Mapping[str, Any]) -> dict[str, Any]:
     """What the measured cache did; None for what a native one does not have."""
     ratios = [ratio for ratio in outcome.get("error_ratios", ()) if math.isfinite(ratio)]
-    hits = outcome.get("hits_by_step")
-    pages = outcome.get("pages_exact", 0) + outcome.get("pages_sketched", 0)
+    first = outcome.get("hits_by_step", ())[:_FIRST_STEPS]
     return {
         "error_true_over_estimated_p50": percentile(ratios, 0.50) if ratios else None,
         "error_true_over_estimated_p99": percentile(ratios, 0.99) if ratios else None,
@@ -272,18 +275,11 @@ def _cache_figures(outcome: Mapping[str, Any], tokens: int) -> dict[str, Any]:
         "error_estimated_max": outcome.get("error_estimated_max"),
         "audits": len(outcome.get("error_ratios", ())),
         "cache_bytes_ratio": outcome["cache_bytes"] / outcome["native_cache_bytes"],
-        "exact_read_share": _share(outcome.get("pages_exact"), pages),
-        "values_skipped_share": _share(outcome.get("values_skipped"), pages),
-        "hits_per_step": None if hits is None else sum(hits) / tokens,
-        "hits_per_step_first": None if hits is None else sum(hits[:_FIRST_STEPS]) / min(tokens, _FIRST_STEPS),
-        "recompute_share": _share(outcome.get("recompute_steps"), outcome.get("decode_steps", 0)),
+        **{rate.name: outcome.get(rate.name) for rate in fields(TierRates)},
+        "hits_per_step_first": fmean(first) if first else None,
         "uncovered_hits": outcome.get("uncovered_hits"),
         **{name: outcome[name] for name in ("cache_bytes", "warm_bytes", "process_bytes", "kernel", "seconds")},
     }
-
-
-def _share(part: int | None, whole: int) -> float | None:
-    return part / whole if part is not None and whole else None
 
 
 def _name_of(bench: FidelityBench) -> str:
@@ -326,7 +322,7 @@ def _drift_cells(drift: Mapping[str, Any]) -> list[str]:
 
 def _notes(result: Mapping[str, Any]) -> list[str]:
     notes = [f"cache bytes: {result['cache_bytes_ratio']:.1%} of native with float16 pages"]
-    if result["exact_read_share"] is not None:
+    if result["exact_read_share"] is not None and result["hits_per_step"] is not None:
         notes += [
             f"pages read exactly: {result['exact_read_share']:.1%}; values left out: {result['values_skipped_share']:.1%}",
             f"hits a step: {result['hits_per_step']:.2f}, in the first {_FIRST_STEPS} steps {result['hits_per_step_first']:.2f}; "

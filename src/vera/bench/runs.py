@@ -11,6 +11,7 @@ from vera import errors
 from vera.bench.child import run_job
 from vera.bench.machine import describe_machine
 from vera.bench.settings import Bench, DecodeBench, PrefillBench
+from vera.bench.signals import ends_on_sigterm
 from vera.bench.statistics import agreeing, is_absent, merge_repeats
 from vera.bench.subjects import WARMUP_STEPS
 
@@ -28,6 +29,7 @@ _FIGURE = {"decode": "decode_tokens_per_s", "prefill": "prefill_tokens_per_s"}
 Outcome = dict[str, Any]
 
 
+@ends_on_sigterm()
 def run_decode(bench: DecodeBench) -> Outcome:
     """Decode throughput at a full batch, JSON-ready.
 
@@ -49,6 +51,7 @@ def run_decode(bench: DecodeBench) -> Outcome:
     return settings | _conclusion(bench, "decode", prepared, runs, machine)
 
 
+@ends_on_sigterm()
 def run_prefill(bench: PrefillBench) -> Outcome:
     """Time to the first token of one long prompt, JSON-ready; otherwise as `run_decode`."""
     machine = describe_machine(bench.threads)

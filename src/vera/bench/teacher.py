@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vera.bench.shape import shape_of
 from vera.bench.texts import text_tokens
-from vera.cache import CacheShape, CacheUse
+from vera.cache import CacheUse
 from vera.config import CacheConfig, EngineConfig
 from vera.engine.engine import Engine
 from vera.engine.request import Update
@@ -102,7 +103,7 @@ def force(
     figures = {
         "cache_bytes": engine.peak_bytes,
         "warm_bytes": engine.peak_warm_bytes,
-        "native_cache_bytes": _native_bytes(config, loaded, len(token_ids) - 1),
+        "native_cache_bytes": shape_of(loaded).native_bytes(CacheConfig(page_size=config.page_size), len(token_ids) - 1),
         "kernel": engine.backend.name,
         "seconds": seconds,
         **_tier_figures(engine, use),
@@ -191,20 +192,9 @@ def _fp8(values: Tensor) -> Tensor:
 
 def _with_room(config: CacheConfig, model: LoadedModel, tokens: int) -> CacheConfig:
     """The same settings with a ceiling that one sequence of `tokens` fits under, whatever tier its pages are in."""
-    blocks = -(-tokens // config.page_size) + config.recompute_budget + _SPARE_BLOCKS
-    ceiling = int(_OVERHEAD * blocks * _shape(model).block_bytes(config))
+    spare_tokens = (config.recompute_budget + _SPARE_BLOCKS) * config.page_size
+    ceiling = int(_OVERHEAD * shape_of(model).native_bytes(config, tokens + spare_tokens))
     return CacheConfig.from_dict(config.to_dict() | {"cache_max_bytes": ceiling, "prefix_reuse": False})
-
-
-def _native_bytes(config: CacheConfig, model: LoadedModel, tokens: int) -> int:
-    """What a native cache with float16 pages uses for so many tokens."""
-    native = CacheConfig(page_size=config.page_size)
-    return -(-tokens // native.page_size) * _shape(model).block_bytes(native)
-
-
-def _shape(model: LoadedModel) -> CacheShape:
-    spec = model.spec
-    return CacheShape(layers=spec.num_layers, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
 
 
 def _run(engine: Teacher) -> CacheUse | None:
@@ -219,18 +209,14 @@ def _run(engine: Teacher) -> CacheUse | None:
 
 
 def _tier_figures(engine: Teacher, use: CacheUse | None) -> dict[str, Any]:
-    """Counters of an adaptive cache; nothing for a native one."""
+    """What an adaptive cache counted; nothing for a native one."""
     stats = engine.cache.tier_stats
     if stats is None or use is None:
         return {}
     return {
-        "decode_steps": stats.decode_steps,
+        **asdict(stats.rates),
         "hits_by_step": engine.hits,
-        "recompute_steps": stats.recompute_steps,
         "uncovered_hits": stats.uncovered_hits,
-        "pages_exact": stats.pages_exact,
-        "pages_sketched": stats.pages_sketched,
-        "values_skipped": stats.values_skipped,
         "error_estimated_mean": use.error_mean,
         "error_estimated_max": use.error_max,
         "error_ratios": [result.ratio for result in engine.auditor.results if result.ratio is not None],

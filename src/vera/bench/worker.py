@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from vera.bench.memory import MemoryMeter, process_memory
+from vera.bench.signals import end_with, ends_on_sigterm
 from vera.errors import VeraError
 
 
+@ends_on_sigterm()
 def main() -> None:
+    end_with(int(sys.argv[1]))
     _be_the_first_to_go()
     _settle_allocator()
     job = json.loads(sys.stdin.read())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -39,6 +39,22 @@ Integers = NDArray[np.int64]
 _NO_PAGES: Integers = np.zeros((0, 3), dtype=np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class TierRates:
+    """Ratios of the counters of `TierStats`: the one definition of each. None: what they are taken of did not happen."""
+
+    exact_read_share: float | None
+    """pages_exact / (pages_exact + pages_sketched)"""
+    values_skipped_share: float | None
+    """values_skipped / (pages_exact + pages_sketched)"""
+    hits_per_step: float | None
+    """hits / decode_steps"""
+    recompute_share: float | None
+    """recompute_steps / decode_steps"""
+    uncovered_per_step: float | None
+    """uncovered_hits / decode_steps"""
+
+
 @dataclass(slots=True)
 class TierStats:
     """What happened to pages. Counters only grow."""
@@ -54,10 +70,14 @@ class TierStats:
     pages_exact: int = 0
     """Pages read exactly by bounded decode steps, their own hits among them."""
     pages_sketched: int = 0
+    """Pages read by their sketch in those steps."""
     values_skipped: int = 0
+    """Pages of those steps whose values were left out."""
     hits: int = 0
+    """Pages that error control asked for, cold ones among them."""
     cold_hits: int = 0
     uncovered_hits: int = 0
+    """Cold blocks that a layer hit and that were left to their sketch, once for each layer."""
     decode_steps: int = 0
     """Steps times bounded sequences."""
     recompute_steps: int = 0
@@ -68,6 +88,27 @@ class TierStats:
     restore_seconds: float = 0.0
     heat: deque[HeatSummary] = field(default_factory=lambda: deque(maxlen=64))
     """The latest heat distributions, one a recalibration."""
+
+    def snapshot(self) -> TierStats:
+        """A copy that the steps to come leave as it is."""
+        return replace(self, heat=self.heat.copy())
+
+    def since(self, earlier: TierStats) -> TierStats:
+        """What was counted after `earlier`, a snapshot of the same statistics. The heat distributions are simply the latest."""
+        counters = [counter.name for counter in fields(self) if counter.name != "heat"]
+        return TierStats(heat=self.heat.copy(), **{name: getattr(self, name) - getattr(earlier, name) for name in counters})
+
+    @property
+    def rates(self) -> TierRates:
+        """Of all that was counted; of a part of it with `since`."""
+        reads, steps = self.pages_exact + self.pages_sketched, self.decode_steps
+        return TierRates(
+            exact_read_share=self.pages_exact / reads if reads else None,
+            values_skipped_share=self.values_skipped / reads if reads else None,
+            hits_per_step=self.hits / steps if steps else None,
+            recompute_share=self.recompute_steps / steps if steps else None,
+            uncovered_per_step=self.uncovered_hits / steps if steps else None,
+        )
 
 
 class Housekeeper:
@@ -219,7 +260,7 @@ class Housekeeper:
         going = _NO_PAGES
         while len(going) < excess:
             if not len(state.weakest):
-                self._rank(state, at_least=excess - len(going), besides=going)
+                self._rank(state, at_least=2 * (excess - len(going)), besides=going)
                 if not len(state.weakest):
                     break
             missing = excess - len(going)
@@ -239,7 +280,7 @@ class Housekeeper:
         indices = tiered[indices]
         pages = np.column_stack([blocks[indices], layers, heads])
         if len(besides):
-            others = ~np.isin(self._tables.page_numbers(pages), self._tables.page_numbers(besides))
+            others = ~np.isin(self._tables.page_numbers(pages), self._tables.page_numbers(besides), kind="table")
             indices, layers, heads, pages = indices[others], layers[others], heads[others], pages[others]
         if state.row is None or not len(pages):
             return

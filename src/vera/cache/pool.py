@@ -60,6 +60,10 @@ class CacheShape:
         """A block: the pages of all layers and KV heads for `page_size` tokens."""
         return self.layers * self.kv_heads * self.page_bytes(config)
 
+    def native_bytes(self, config: CacheConfig, num_tokens: int) -> int:
+        """What a native cache takes for one sequence: ceil(num_tokens / page_size) * block_bytes."""
+        return -(-num_tokens // config.page_size) * self.block_bytes(config)
+
     def sketch_format(self, config: CacheConfig) -> SketchFormat:
         return SketchFormat(config.page_size, self.head_dim, config.sketch_bits)
 

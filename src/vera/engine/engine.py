@@ -229,7 +229,7 @@ class Engine:
                 with times.lap("sample"):
                     sampled = self._sample(chunks, logits)
                 with times.lap("policy"):
-                    self._restorer.end_step()
+                    times.restore = self._restorer.end_step()
                     self.cache.observe()
                 with times.lap("commit"):
                     self._commit(chunks, logits, sampled)
@@ -238,7 +238,7 @@ class Engine:
                 self._fail(chunks, error)
             with times.lap("policy"):  # a fault of our own books must not pass for that of a request
                 self.cache.settle()
-            times.attention, times.restore = self._runner.attention_seconds, self._runner.restore_seconds
+            times.attention = self._runner.attention_seconds
             self._count_step(chunks, times)
         self.step_times = times
 

@@ -74,14 +74,14 @@ class Restorer:
                     self._pass(self._cache.begin_restore(plan), hot)
         return not self._cache.cold_blocks(sequence)
 
-    def end_step(self) -> None:
-        """Counts what the step restored, and what it took of the step's time."""
-        self._cache.trigger.end_step(
-            seconds=time.perf_counter() - self._began, restore_seconds=self._seconds, blocks=self._blocks
-        )
+    def end_step(self) -> float:
+        """Counts what was restored before the step and within it; returns the seconds that took."""
+        seconds = self._seconds
+        self._cache.trigger.end_step(seconds=time.perf_counter() - self._began, restore_seconds=seconds, blocks=self._blocks)
         if self._served:
-            self._cache.count_restore(self._served, blocks=self._blocks, pages=self._pages, seconds=self._seconds)
+            self._cache.count_restore(self._served, blocks=self._blocks, pages=self._pages, seconds=seconds)
         self._served, self._blocks, self._pages, self._seconds = set(), 0, 0, 0.0
+        return seconds
 
     def _run(self, targets: list[BlockOf], layer: int, *, hot: list[tuple[int, int, int]]) -> int:
         """Restores blocks up to `layer`, or to the end of its window if the warm store can take whole units then."""

@@ -49,8 +49,6 @@ class Runner:
         self._auditor = auditor
         self.attention_seconds = 0.0
         """Time the last step spent in the attention backend, restores left out."""
-        self.restore_seconds = 0.0
-        """Time the last step spent on restoring cold pages."""
 
     def run(self, chunks: Sequence[Chunk], batch: PagedBatch) -> StepLogits:
         """Writes the new tokens' keys and values to the batch's pages and gives the logits that the step needs."""
@@ -65,7 +63,7 @@ class Runner:
             prompts += (offset + position for position in prompt_rows(chunk))
             if chunk.reaches_end:
                 ends.append(len(token_ids) - 1)
-        self.attention_seconds = self.restore_seconds = 0.0
+        self.attention_seconds = 0.0
 
         spans = [chunk.span for chunk in chunks]
         self._auditor.begin_step(batch)
@@ -74,11 +72,9 @@ class Runner:
             self._auditor.before(batch, layer)
             start = time.perf_counter()
             output = self._backend.attend(batch, layer, query, key, value, options)
-            attended = time.perf_counter()
-            self.attention_seconds += attended - start
+            self.attention_seconds += time.perf_counter() - start
             if self._restorer.restore_hits(batch, layer):
                 restored = time.perf_counter()
-                self.restore_seconds += restored - attended
                 output = self._backend.attend(batch, layer, query, key, value, options, again=True)
                 self.attention_seconds += time.perf_counter() - restored
             self._auditor.after(batch, spans, layer, query, output, options)

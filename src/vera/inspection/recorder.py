@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vera.cache import AdaptiveCache, CacheShape, CacheUse
+from vera.bench.shape import shape_of
+from vera.cache import AdaptiveCache, CacheUse
+from vera.cache.housekeeping import TierRates, TierStats
 from vera.cache.pool import ceiling_bytes
 from vera.config import CacheConfig, EngineConfig
 from vera.engine.audit import AuditResult
@@ -74,6 +76,8 @@ class Inspection:
     heat: NDArray[np.float32]
     """`[blocks, layers, kv_heads]`: scores from 0 to 1, as of the last recalibration."""
     steps: tuple[StepUse, ...]
+    rates: TierRates
+    """Of these steps."""
     error_max: float
     """The largest estimated error of any head, layer and step, relative to the value norms."""
     audits: tuple[AuditResult, ...]
@@ -128,6 +132,7 @@ class Inspection:
             "hits": [step.hits for step in self.steps],
             "recomputed": [step.recomputed for step in self.steps],
             "uncovered_hits": [step.uncovered_hits for step in self.steps],
+            "rates": asdict(self.rates),
             "errors": [step.error for step in self.steps],
             "error_max": self.error_max,
             "audits": {"estimated_over_tolerance": estimated.tolist(), "true_over_tolerance": true.tolist()},
@@ -171,9 +176,7 @@ def inspect_cache(
 
 def _ample_bytes(model: LoadedModel, cache: CacheConfig, tokens: int) -> int:
     """Twice what a native cache needs for one sequence of `tokens`, and some blocks to spare."""
-    spec = model.spec
-    shape = CacheShape(spec.num_layers, spec.num_kv_heads, spec.head_dim)
-    return 2 * (-(-tokens // cache.page_size) + 16) * shape.block_bytes(cache)
+    return 2 * shape_of(model).native_bytes(cache, tokens + 16 * cache.page_size)
 
 
 def _record(engine: Engine, prompt: Sequence[int], tokens: int, progress: Progress) -> Inspection:
@@ -203,6 +206,7 @@ def _record(engine: Engine, prompt: Sequence[int], tokens: int, progress: Progre
         tiers=recorder.tiers,
         heat=recorder.heat,
         steps=tuple(recorder.steps),
+        rates=recorder.rates,
         error_max=recorder.use.error_max,
         audits=tuple(engine.auditor.results),
         memory=recorder.memory,
@@ -219,6 +223,7 @@ class _Recorder:
         self._before = CacheUse()
         self.steps: list[StepUse] = []
         self.use = CacheUse()
+        self.rates = TierStats().rates
         shape = cache.shape
         self.tiers: NDArray[np.int8] = np.zeros((0, shape.layers, shape.kv_heads), dtype=np.int8)
         self.heat: NDArray[np.float32] = np.zeros_like(self.tiers, dtype=np.float32)
@@ -226,6 +231,7 @@ class _Recorder:
 
     def look(self) -> None:
         self.use = self._cache.use(self._sequence)
+        self.rates = (self._cache.tier_stats or TierStats()).rates
         self._note_step()
         self.tiers, self.heat = self._cache.tiers_of(self._sequence)
         self.memory = _memory_use(self._cache, len(self.tiers))
@@ -260,7 +266,7 @@ def _memory_use(cache: AdaptiveCache, num_blocks: int) -> MemoryUse:
         fast=cache.used_bytes,
         warm=cache.warm_bytes - checkpoints,
         checkpoints=checkpoints,
-        native=num_blocks * pool.block_bytes,
+        native=cache.shape.native_bytes(cache.config, num_blocks * cache.config.page_size),
     )
 
 

@@ -149,9 +149,10 @@ def _hits(inspection: Inspection, width: int) -> Iterator[RenderableType]:
     yield Text(_INDENT + sparkline(hits, width))
     recomputes, uncovered = sum(step.recomputed for step in steps), sum(step.uncovered_hits for step in steps)
     yield Text(
-        f"{_INDENT}{len(steps)} steps: mean {np.mean(hits):.1f}, most {max(hits)}; {recomputes} restored cold pages, "
-        f"{uncovered} hits uncovered"
+        f"{_INDENT}{len(steps)} steps: mean {inspection.rates.hits_per_step or 0:.1f}, most {max(hits)}; "
+        f"{recomputes} restored cold pages, {uncovered} hits uncovered"
     )
+    yield Text(f"{_INDENT}{inspection.rates.exact_read_share or 0:.1%} of the pages were read exactly")
 
 
 def _why_unbounded(inspection: Inspection) -> str:

@@ -23,7 +23,7 @@ from vera.models.loaded import LoadedModel
 from vera.models.narrow import compute_dtype, narrow, widen
 from vera.models.probe import probe
 from vera.models.spec import ModelSpec, weight_bytes, weights_revision
-from vera.models.surroundings import one_thread, quiet_transformers
+from vera.models.surroundings import give_back_freed_memory, one_thread, quiet_transformers
 
 EMBEDDED = "embedded"
 AUTO = "auto"
@@ -140,6 +140,7 @@ def _hold_narrow(model: LoadedModel) -> None:
         same = False
     if not same:
         widen(model.module)
+    give_back_freed_memory()
     model.spec = replace(model.spec, weight_bytes=weight_bytes(model.module))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import warnings
 from collections.abc import Iterator
@@ -36,3 +37,10 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def give_back_freed_memory() -> None:
+    """Hands freed memory to the system, where the C library can: it may keep hundreds of megabytes of freed weights for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

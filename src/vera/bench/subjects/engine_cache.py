@@ -10,9 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from vera.bench.shape import shape_of
 from vera.bench.statistics import decode_figures
 from vera.bench.subjects import WARMUP_PROMPT_TOKENS, WARMUP_STEPS
-from vera.cache import CacheShape, warm_bytes_per_block
+from vera.cache import warm_bytes_per_block
+from vera.cache.housekeeping import TierStats
 from vera.config import CacheConfig, EngineConfig
 from vera.engine.engine import Engine, StepTimes
 from vera.models import LoadedModel, load_model
@@ -63,15 +65,14 @@ def decode(
     for _ in range(WARMUP_STEPS):
         _step(engine, answers)
     yardstick = _Yardstick(engine, num_threads)
-    tiers = _TierFigures(engine)
     yardstick.begin()
-    tiers.begin()
+    before = None if engine.cache.tier_stats is None else engine.cache.tier_stats.snapshot()
     steps = []
     cache_bytes = 0
     for _ in range(new_tokens):
         steps.append(_step(engine, answers))
         cache_bytes = max(cache_bytes, engine.cache.used_bytes)
-    kernel = yardstick.figures() | tiers.figures(steps)
+    kernel = yardstick.figures() | _tier_figures(engine, before, steps)
     tokens = answers[first]
     return decode_figures([seconds for seconds, _ in steps], batch) | {
         "prefill_seconds": prefill_seconds,
@@ -147,14 +148,9 @@ def _engine(
 
 
 def _native_bytes(model: LoadedModel, cache: Mapping[str, Any], batch: int, sequence_tokens: int) -> int:
+    """With a block to spare for each sequence."""
     config = CacheConfig.from_dict(cache)
-    blocks = batch * (-(-sequence_tokens // config.page_size) + 1)
-    return blocks * _shape(model).block_bytes(config)
-
-
-def _shape(model: LoadedModel) -> CacheShape:
-    spec = model.spec
-    return CacheShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
+    return batch * shape_of(model).native_bytes(config, sequence_tokens + config.page_size)
 
 
 def _adaptive_settings(
@@ -166,49 +162,29 @@ def _adaptive_settings(
     if sequence_tokens <= config.min_context:
         return dict(settings) | {"cache_max_bytes": native + _SLACK_BYTES}
     blocks = batch * -(-sequence_tokens // config.page_size)
-    for_all = blocks * warm_bytes_per_block(_shape(model), config)
+    for_all = blocks * warm_bytes_per_block(shape_of(model), config)
     share = 1.0 if cold_share is None else 1.0 - cold_share
     return {"cache_max_bytes": int(_ADAPTIVE_CEILING * native) + _SLACK_BYTES, "warm_bytes": int(share * for_all)} | dict(
         settings
     )
 
 
-class _TierFigures:
-    """What the adaptive cache did in the measured steps."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._before: dict[str, Any] = {}
-
-    def begin(self) -> None:
-        self._before = self._counters()
-
-    def figures(self, steps: Sequence[tuple[float, StepTimes]]) -> dict[str, Any]:
-        """Rates are over steps times sequences; none at all for a native cache."""
-        if not self._before:
-            return {}
-        done = {name: now - self._before[name] for name, now in self._counters().items()}
-        reads = done["pages_exact"] + done["pages_sketched"]
-        decoded = done["decode_steps"]
-        seconds = sum(seconds for seconds, _ in steps)
-        cache = self._engine.cache
-        return {
-            "warm_bytes": cache.warm_bytes,
-            "exact_read_share": done["pages_exact"] / reads if reads else None,
-            "values_skipped_share": done["values_skipped"] / reads if reads else None,
-            "hits_per_step": done["hits"] / decoded if decoded else 0.0,
-            "recompute_share": done["recompute_steps"] / decoded if decoded else 0.0,
-            "uncovered_hits": done["uncovered_hits"],
-            "restored_blocks": done["restored_blocks"],
-            "cold_units_share": cache.cold_share,
-            "policy_share": sum(times.policy for _, times in steps) / seconds,
-            "restore_share": sum(times.restore for _, times in steps) / seconds,
-            **{name: done[name] for name in ("promoted_pages", "hit_promotions", "cooled_pages", "demoted_blocks")},
-        }
-
-    def _counters(self) -> dict[str, Any]:
-        stats = self._engine.cache.tier_stats
-        return {} if stats is None else {name: value for name, value in asdict(stats).items() if isinstance(value, int | float)}
+def _tier_figures(engine: Engine, before: TierStats | None, steps: Sequence[tuple[float, StepTimes]]) -> dict[str, Any]:
+    """What the adaptive cache did in the measured steps; nothing for a native one. Rates are over steps times sequences."""
+    stats = engine.cache.tier_stats
+    if stats is None or before is None:
+        return {}
+    done = stats.since(before)
+    seconds = sum(seconds for seconds, _ in steps)
+    counters = ("uncovered_hits", "restored_blocks", "promoted_pages", "hit_promotions", "cooled_pages", "demoted_blocks")
+    return {
+        "warm_bytes": engine.cache.warm_bytes,
+        **asdict(done.rates),
+        **{name: getattr(done, name) for name in counters},
+        "cold_units_share": engine.cache.cold_share,
+        "policy_share": sum(times.policy for _, times in steps) / seconds,
+        "restore_share": sum(times.restore for _, times in steps) / seconds,
+    }
 
 
 def _greedy(max_tokens: int) -> SamplingParams:
@@ -237,11 +213,14 @@ def _step(engine: Engine, answers: dict[str, list[int]]) -> tuple[float, StepTim
 
 
 def _breakdown(steps: Sequence[tuple[float, StepTimes]]) -> dict[str, Any]:
-    """The mean parts of a step in ms, which add up to the step, and the share of it that is neither model nor attention."""
+    """The mean parts of a step in ms, and the share of it that is neither model nor attention.
+
+    The parts add up to the step but for "restore", which happens within "model" and "prepare".
+    """
     step_seconds = fmean(seconds for seconds, _ in steps)
     means = {name: fmean(getattr(times, name) for _, times in steps) for name in asdict(steps[0][1])}
     parts = means | {"model": means["model"] - means["attention"]}
-    parts["other"] = step_seconds - sum(parts.values())
+    parts["other"] = step_seconds - sum(parts.values()) + parts["restore"]
     return {
         "step_parts_ms": {name: 1e3 * seconds for name, seconds in parts.items()},
         "overhead_share": 1 - means["model"] / step_seconds,
