@@ -7,8 +7,8 @@ import time
 import pytest
 
 from engines import greedy, make_engine, prompt_of, reference_tokens, tokens_of
-from vera.engine.async_engine import AsyncEngine
-from vera.errors import EngineStopped, RequestError
+from vera.engine.async_engine import Ask, AsyncEngine
+from vera.errors import CapacityError, EngineStopped, RequestError
 
 
 def run(scenario, **config):
@@ -73,7 +73,7 @@ def test_cancelled_task_frees_everything_wherever_it_is():
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             assert (await until_idle(engine))[:3] == (0, 0, 0)
-            assert not engine._streams
+            assert not engine._answers
 
     run(scenario, blocks=200, max_num_seqs=3)
 
@@ -174,7 +174,7 @@ def test_hung_loop_is_not_alive_and_recovers():
 def test_idle_loop_stays_alive():
     async def scenario(engine):
         await asyncio.sleep(1.3)
-        assert engine.is_alive(longest_step_seconds=1.2)
+        assert engine.is_alive(longest_step_seconds=0.2)
 
     run(scenario)
 
@@ -216,6 +216,54 @@ def test_close_lets_answers_finish_while_there_is_time():
         assert tokens_of(await stream) == reference_tokens(prompt_of(5), 30)
 
     run(scenario)
+
+
+def test_loop_that_hangs_is_given_up_and_its_streams_end():
+    async def scenario(engine):
+        stream = asyncio.create_task(collect(engine, prompt_of(5), greedy(1000)))
+        await asyncio.sleep(0.05)
+        gate = threading.Event()
+        engine._post(lambda: gate.wait(20))
+        await asyncio.sleep(0.05)
+        await engine.close(join_seconds=0.1)
+        with pytest.raises(EngineStopped, match="hangs"):
+            await stream
+        assert engine.is_running
+        gate.set()
+
+    run(scenario, blocks=200)
+
+
+def test_several_answers_come_to_one_reader():
+    async def scenario(engine):
+        asks = [Ask(prompt_of(5 + seed, seed), greedy(6 + seed)) for seed in range(4)]
+        tokens = {index: [] for index in range(4)}
+        async for batch in engine.answers(asks):
+            for index, update in batch:
+                tokens[index] += update.new_token_ids
+        assert tokens == {seed: reference_tokens(prompt_of(5 + seed, seed), 6 + seed) for seed in range(4)}
+        assert not engine._answers
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("wrong", [Ask((), greedy(1)), Ask(prompt_of(5), greedy(10**6)), Ask(prompt_of(5), fidelity="exakt")])
+def test_answers_are_added_all_or_none(wrong):
+    async def scenario(engine):
+        with pytest.raises(RequestError):
+            await anext(engine.answers([Ask(prompt_of(5), greedy(100)), wrong]))
+        assert (await until_idle(engine))[:3] == (0, 0, 0)
+
+    run(scenario)
+
+
+def test_more_answers_than_may_wait_are_refused_together():
+    async def scenario(engine):
+        with pytest.raises(CapacityError, match="3 more"):
+            await anext(engine.answers([Ask(prompt_of(5), greedy(100))] * 3))
+        assert await until_idle(engine) == (0, 0, 0, 0)
+
+    run(scenario, max_waiting=2)
 
 
 def test_close_before_start_is_harmless():

@@ -1,4 +1,4 @@
-"""The command line: `vera generate | chat | demo | inspect | fidelity | bench | models`.
+"""The command line: `vera generate | chat | serve | demo | inspect | fidelity | bench | models`.
 
 Answers and JSON go to stdout, everything else to stderr. Exit codes: 0 done, 1 it could not be done, 2 wrong usage.
 """
@@ -6,6 +6,7 @@ Answers and JSON go to stdout, everything else to stderr. Exit codes: 0 done, 1 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,7 @@ from vera.errors import ConfigError, RequestError, UnsupportedModel, VeraError
 from vera.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from vera.engine.engine import Engine
     from vera.engine.request import Update
     from vera.llm import LLM
 
@@ -169,6 +171,81 @@ def chat(
 
 
 @app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf file, or `embedded`.")] = "embedded",
+    host: Annotated[str, typer.Option("--host", help="The address to listen on; beyond loopback a key is needed.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="0 takes any free port.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option("--served-model-name", help="What clients call the model; its own name if not given.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help="Keys that open the API, one a line, beside those of VERA_API_KEY.")
+    ] = None,
+    allow_no_key: Annotated[bool, typer.Option("--allow-no-key", help="Listen beyond loopback without a key.")] = False,
+    tls_certificate: Annotated[str | None, typer.Option("--tls-certificate", help="A PEM file; with --tls-key: HTTPS.")] = None,
+    tls_key: Annotated[str | None, typer.Option("--tls-key", help="The certificate's key, a PEM file.")] = None,
+    cache: Cache = "native",
+    cache_max_size_ratio: CacheRatio = 0.6,
+    cache_max_bytes: CacheBytes = None,
+    page_dtype: PageDtype = "float16",
+    cache_set: CacheSet = None,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Most answers that run at the same time.")] = 16,
+    max_batch_tokens: Annotated[int, typer.Option("--max-batch-tokens", help="Most new tokens a step computes.")] = 512,
+    max_waiting: Annotated[int, typer.Option("--max-waiting", help="Most answers that wait; more are refused with 429.")] = 512,
+    max_model_len: Annotated[
+        int | None, typer.Option("--max-model-len", help="Longest prompt and answer in tokens; all that fits if not given.")
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", help="Most bytes of a request's body.")] = 4 * 2**20,
+    max_n: Annotated[int, typer.Option("--max-n", help="Most answers to one prompt.")] = 16,
+    request_timeout: Annotated[float, typer.Option("--request-timeout", help="Seconds until a request is given up.")] = 600.0,
+    health_timeout: Annotated[float, typer.Option("--health-timeout", help="Seconds of the longest legal step.")] = 60.0,
+    grace: Annotated[float, typer.Option("--grace", help="Seconds that running answers have after a TERM signal.")] = 30.0,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the access log.")] = False,
+    threads: Threads = None,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API. Needs the extra `server`. Keys come from VERA_API_KEY and VERA_ADMIN_KEY."""
+    from vera.config import EngineConfig
+    from vera.server.settings import ServerSettings, read_admin_key, read_keys
+
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        api_keys=read_keys(api_key_file),
+        admin_key=read_admin_key(),
+        allow_no_key=allow_no_key,
+        tls_certificate=tls_certificate,
+        tls_key=tls_key,
+        max_body_bytes=max_body_bytes,
+        max_n=max_n,
+        request_timeout_seconds=request_timeout,
+        health_timeout_seconds=health_timeout,
+        grace_seconds=grace,
+        log_prompts=log_prompts,
+    )
+    config = EngineConfig(
+        cache=_cache(cache, cache_max_size_ratio, cache_max_bytes, page_dtype, cache_set),
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=max_batch_tokens,
+        max_waiting=max_num_seqs + max_waiting,  # what comes between two steps waits first, seats or not
+        max_model_len=max_model_len,
+        num_threads=threads,
+    )
+    try:
+        from vera.server.run import serve as run_server
+    except ModuleNotFoundError as error:
+        raise VeraError(f"{error.name} is missing; install vera-engine[server]") from None
+
+    def load() -> Engine:
+        from vera.engine.engine import Engine
+        from vera.models import load_model
+
+        return Engine(load_model(model), config)
+
+    run_server(load, settings)
+
+
+@app.command()
 def demo(
     model: Model = "embedded",
     context: Annotated[int, typer.Option("--context", help="Tokens of the document.")] = 7000,
@@ -272,7 +349,7 @@ def fidelity(
             context=context,
             tokens=tokens,
             cache=cache,
-            settings=CacheConfig.from_dict(given | _settings(cache_set or [])),
+            settings=CacheConfig.from_dict({"mode": "adaptive"} | given | _settings(cache_set or [])),
             controls=controls,
             num_threads=threads,
         )
@@ -371,6 +448,150 @@ def bench_prefill(
     )
 
 
+@bench.command("serve")
+def bench_serve(
+    rest: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    base_url: Annotated[str | None, typer.Option("--base-url", help="The server, instead of host and port.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Where the server listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Its port.")] = 8000,
+    endpoint: Annotated[str | None, typer.Option("--endpoint", help="A path; the usual one of the backend if not given.")] = None,
+    backend: Annotated[str, typer.Option("--backend", help="openai (completions) or openai-chat.")] = "openai",
+    model: Annotated[str | None, typer.Option("--model", help="The first that the server lists if not given.")] = None,
+    dataset_name: Annotated[
+        str, typer.Option("--dataset-name", help="random, prefix_repetition, multi-turn, custom or text.")
+    ] = "random",
+    dataset_path: Annotated[Path | None, typer.Option("--dataset-path", help="custom: a JSON Lines file.")] = None,
+    custom_output_len: Annotated[
+        int, typer.Option("--custom-output-len", help="custom: tokens of answers that the file gives no length.")
+    ] = 256,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", help="Requests; for multi-turn, conversations.")] = 1000,
+    request_rate: Annotated[float, typer.Option("--request-rate", help="Arrivals a second; inf: all at once.")] = float("inf"),
+    burstiness: Annotated[
+        float, typer.Option("--burstiness", help="1: a Poisson process; lower: bursts; higher: more even (gamma distribution).")
+    ] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option("--max-concurrency", help="Most requests under way.")] = None,
+    input_len: Annotated[int, typer.Option("--random-input-len", "--input-len", help="Tokens of a prompt or turn.")] = 1024,
+    output_len: Annotated[int, typer.Option("--random-output-len", "--output-len", help="Tokens of an answer.")] = 128,
+    range_ratio: Annotated[
+        float, typer.Option("--random-range-ratio", help="Lengths vary by this share, up and down; 0 to below 1.")
+    ] = 0.0,
+    prefix_len: Annotated[int, typer.Option("--random-prefix-len", help="Tokens before them that all prompts share.")] = 0,
+    repetition_prefix_len: Annotated[
+        int, typer.Option("--prefix-repetition-prefix-len", help="prefix_repetition: tokens of a shared prefix.")
+    ] = 256,
+    repetition_suffix_len: Annotated[
+        int, typer.Option("--prefix-repetition-suffix-len", help="prefix_repetition: tokens after it.")
+    ] = 256,
+    repetition_num_prefixes: Annotated[
+        int, typer.Option("--prefix-repetition-num-prefixes", help="prefix_repetition: different prefixes.")
+    ] = 10,
+    repetition_output_len: Annotated[
+        int, typer.Option("--prefix-repetition-output-len", help="prefix_repetition: tokens of an answer.")
+    ] = 128,
+    num_turns: Annotated[int, typer.Option("--num-turns", help="multi-turn: requests of a conversation.")] = 4,
+    think_time: Annotated[
+        float, typer.Option("--think-time", help="multi-turn: idle seconds between an answer and the next request.")
+    ] = 0.0,
+    goodput: Annotated[
+        list[str] | None, typer.Option("--goodput", help="Limits in ms that make a request good: ttft:500 tpot:50 e2el:5000.")
+    ] = None,
+    percentile_metrics: Annotated[
+        str, typer.Option("--percentile-metrics", help="What is reported; also client_queue_time, e2el_including_client_queue.")
+    ] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[str, typer.Option("--metric-percentiles", help="Percentiles, with commas between.")] = "99",
+    num_warmups: Annotated[int, typer.Option("--num-warmups", help="Requests before the clock starts.")] = 1,
+    ready_check_timeout_sec: Annotated[
+        float, typer.Option("--ready-check-timeout-sec", help="Wait so long for a server that is starting.")
+    ] = 0.0,
+    request_timeout: Annotated[
+        float, typer.Option("--request-timeout", help="Seconds after which a request is given up and counts as failed.")
+    ] = 1800.0,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed asks the same at the same times.")] = 0,
+    ignore_eos: Annotated[
+        bool | None,
+        typer.Option("--ignore-eos/--no-ignore-eos", help="Answers of full length; if not given, on for random words."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="0 is greedy; the server's default if not given.")
+    ] = None,
+    extra_body: Annotated[str | None, typer.Option("--extra-body", help="A JSON object, merged into each request.")] = None,
+    header: Annotated[list[str] | None, typer.Option("--header", help="KEY=VALUE, sent with each request; repeatable.")] = None,
+    save: Annotated[bool, typer.Option("--save-result", help="Write the result to a JSON file.")] = False,
+    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="The file has an entry for each request too.")] = False,
+    result_dir: Annotated[Path | None, typer.Option("--result-dir", help="Its folder; the current one if not given.")] = None,
+    result_filename: Annotated[str | None, typer.Option("--result-filename", help="Its name.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put load on a server that speaks OpenAI's protocol, and time its answers. OPENAI_API_KEY is sent if it is set."""
+    from vera.bench.serve import (
+        MADE_UP,
+        ServeBench,
+        Target,
+        Workload,
+        parse_goodput,
+        render_serve,
+        run_serve,
+        save_result,
+        summary,
+    )
+
+    if rest and not goodput:
+        raise ConfigError(f"unexpected {' '.join(rest)!r}; several limits follow --goodput, such as --goodput ttft:500 tpot:50")
+    lengths = {"input_len": input_len, "output_len": output_len, "prefix_len": prefix_len}
+    if dataset_name == "prefix_repetition":
+        lengths = {
+            "input_len": repetition_suffix_len,
+            "output_len": repetition_output_len,
+            "prefix_len": repetition_prefix_len,
+            "num_prefixes": repetition_num_prefixes,
+        }
+    elif dataset_name == "custom":
+        lengths["output_len"] = custom_output_len
+    settings = ServeBench(
+        target=Target(
+            base_url=base_url or f"http://{host}:{port}",
+            endpoint=endpoint,
+            backend=backend,
+            model=model,
+            api_key=os.environ.get("OPENAI_API_KEY"),
+            headers=_headers(header or []),
+            temperature=temperature,
+            ignore_eos=dataset_name in MADE_UP if ignore_eos is None else ignore_eos,
+            extra_body=_json_object("--extra-body", extra_body),
+            timeout_seconds=request_timeout,
+        ),
+        workload=Workload(
+            dataset=dataset_name,
+            num_prompts=num_prompts,
+            range_ratio=range_ratio,
+            num_turns=num_turns,
+            think_seconds=think_time,
+            path=dataset_path,
+            request_rate=request_rate,
+            burstiness=burstiness,
+            seed=seed,
+            **lengths,
+        ),
+        max_concurrency=max_concurrency,
+        num_warmups=num_warmups,
+        ready_check_timeout_sec=ready_check_timeout_sec,
+        goodput=parse_goodput([*(goodput or []), *(rest or [])]),
+        percentile_metrics=_names(percentile_metrics),
+        metric_percentiles=_numbers("--metric-percentiles", metric_percentiles),
+    )
+    with _bar("requests", settings.workload.num_requests) as move:
+        result = run_serve(settings, progress=move)
+    (_stderr if as_json else Console()).print(render_serve(result))
+    if save or save_detailed:
+        _stderr.print(f"written to {save_result(result, result_dir, result_filename, detailed=save_detailed)}", markup=False)
+    if as_json:
+        _print_json(summary(result))
+    if result["interrupted"]:
+        raise KeyboardInterrupt
+    if result["failed"]:
+        raise VeraError(f"{result['failed']} of {result['num_requests']} requests failed; the first: {result['first_error']}")
+
+
 # -- details -----------------------------------------------------------------------------------------------------------
 
 
@@ -465,6 +686,34 @@ def _print_stream(updates: Iterable[Update]) -> tuple[str, str | None]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(number) for number in _names(text))
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} must be numbers with commas between, such as 50,99") from None
+
+
+def _json_object(option: str, text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{option} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option} {text!r} must be a JSON object, such as {json.dumps({'top_k': 5})}")
+    return value
+
+
+def _headers(pairs: list[str]) -> dict[str, str]:
+    """`KEY=VALUE` options as a dict of texts. A refusal does not repeat the value: it may be a secret."""
+    headers = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError("a --header is not of the form KEY=VALUE, such as X-Request-Class=batch")
+        headers[name.strip()] = value.strip()
+    return headers
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""StarBridge: the engine behind an HTTP API that OpenAI's clients use unchanged."""

@@ -1,0 +1,267 @@
+"""The HTTP application: routes, middleware, errors, and an OpenAPI document that says what is true."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import vera
+from vera.errors import VeraError
+from vera.server import protocol
+from vera.server.chat import ChatGenerator
+from vera.server.completions import CompletionGenerator
+from vera.server.errors import ApiError, as_api_error, bad_request, from_validation
+from vera.server.limits import BodyLimit, ClientGone
+from vera.server.logs import CLIENT_GONE, AccessLog, record_of
+from vera.server.security import PUBLIC, Gate
+from vera.server.service import Service
+from vera.server.settings import ServerSettings
+
+_MEANINGS = {
+    400: "The request cannot be honoured; `param` names the field.",
+    401: "The key is missing or wrong.",
+    403: "The key does not open this route.",
+    404: "There is no such model.",
+    408: "The body did not come in time.",
+    413: "The body is too large.",
+    429: "The queue is full; try again after `Retry-After` seconds.",
+    500: "The server failed on this request.",
+    503: "The server is loading, ending or dead; try again after `Retry-After` seconds.",
+    504: "The answer was not done before its deadline.",
+}
+_BODY = (400, 401, 408, 413, 500)
+"""Statuses of every route that takes a body."""
+_EVENTS = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: chunks, then `data: [DONE]`."}}}
+
+
+def build_app(service: Service, settings: ServerSettings) -> FastAPI:
+    """The application; its lifespan starts and closes the service."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await service.close()
+
+    app = FastAPI(
+        title="StarBridge",
+        description="Vera's HTTP API: OpenAI's, with an adaptive KV cache that each request can see and steer.",
+        version=vera.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    _add_generation(app, service)
+    _add_models(app, service)
+    _add_tokens(app, service)
+    _add_operations(app, service)
+    _add_errors(app)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, max_depth=settings.max_json_depth)
+    app.add_middleware(Gate, settings=settings)
+    app.add_middleware(Failures)
+    app.add_middleware(AccessLog, metrics=service.metrics)
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    return app
+
+
+class Failures:
+    """ASGI middleware: what nobody foresaw is an OpenAI-shaped 500, and told in the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            told = as_api_error(error)
+            if scope["type"] != "http" or started:
+                raise
+            await told.response()(scope, receive, send)
+
+
+# -- routes ------------------------------------------------------------------------------------------------------------
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    statuses = (*_BODY, 404, 429, 503, 504)
+
+    @app.post("/v1/chat/completions", response_model=None, responses=_responses(protocol.ChatCompletion, statuses, _EVENTS))
+    async def create_chat_completion(request: Request, body: protocol.ChatRequest) -> Response:
+        """Answers a conversation."""
+        return await ChatGenerator(request, body, service).respond()
+
+    @app.post("/v1/completions", response_model=None, responses=_responses(protocol.Completion, statuses, _EVENTS))
+    async def create_completion(request: Request, body: protocol.CompletionRequest) -> Response:
+        """Continues texts, or lists of token ids."""
+        return await CompletionGenerator(request, body, service).respond()
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    def card() -> protocol.ModelCard:
+        served = service.served
+        return protocol.ModelCard(
+            id=served.name, object="model", created=int(service.started), owned_by="vera", max_model_len=served.max_model_len
+        )
+
+    @app.get("/v1/models", responses=_errors(401, 500, 503))
+    async def list_models() -> protocol.ModelList:
+        """The model that is served."""
+        return protocol.ModelList(object="list", data=[card()])
+
+    @app.get("/v1/models/{model:path}", responses=_errors(401, 404, 500, 503))
+    async def retrieve_model(model: str) -> protocol.ModelCard:
+        """The same by its name."""
+        service.check_model(model)
+        return card()
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    statuses = _errors(*_BODY, 404, 429, 503)
+
+    @app.post("/tokenize", responses=statuses)
+    async def tokenize(body: protocol.TokenizeRequest) -> protocol.Tokens:
+        """The token ids of a prompt, or of messages, as a request with them would have."""
+        service.check_model(body.model)
+        encoder = service.encoder
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        if body.prompt is not None:
+            tokens = await encoder.prompt(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        else:
+            messages = [message.model_dump(exclude_unset=True) for message in body.messages or []]
+            tokens = await encoder.chat(messages, {"add_generation_prompt": body.add_generation_prompt is not False})
+        return protocol.Tokens(count=len(tokens), max_model_len=service.served.max_model_len, tokens=tokens)
+
+    @app.post("/detokenize", responses=statuses)
+    async def detokenize(body: protocol.DetokenizeRequest) -> protocol.Text:
+        """The text of token ids, special tokens included."""
+        service.check_model(body.model)
+        encoder = service.encoder
+        return protocol.Text(prompt=await encoder.text(body.tokens, skip_special_tokens=False) if body.tokens else "")
+
+
+def _add_operations(app: FastAPI, service: Service) -> None:
+    @app.get("/health", responses=_errors(500, 503))
+    async def health() -> protocol.Health:
+        """The engine lives: its loop came by within the longest legal step. Needs no key."""
+        service.check_health()
+        return protocol.Health(status="ok")
+
+    @app.get("/ready", responses=_errors(500, 503))
+    async def ready() -> protocol.Health:
+        """Requests are taken: the model is loaded, and the server is not ending. Needs no key."""
+        service.check_ready()
+        return protocol.Health(status="ok")
+
+    @app.get("/version", responses=_errors(401, 500))
+    async def version() -> protocol.Version:
+        return protocol.Version(version=vera.__version__)
+
+    text = {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus's text format."}
+
+    @app.get("/metrics", response_model=None, responses={200: text, **_errors(401, 500)})
+    async def metrics() -> Response:
+        """Counters and latencies for Prometheus."""
+        return Response(service.metrics.render(await service.snapshot()), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.get(
+        "/admin/stats", response_model=None, responses={200: {"content": {_JSON: {"schema": _OBJECT}}}, **_errors(401, 403, 500)}
+    )
+    async def stats() -> dict[str, Any]:
+        """What the engine, the cache and the requests in flight are doing, recent percentiles, and the effective settings."""
+        return await _stats(service)
+
+
+_JSON = "application/json"
+_OBJECT = {"type": "object"}
+
+
+async def _stats(service: Service) -> dict[str, Any]:
+    taken = await service.snapshot()
+    ready = taken is not None
+    return {
+        "state": service.state.value,
+        "settings": {"server": service.settings.to_dict(), "engine": service.served.settings if ready else None},
+        "engine": {
+            "running": taken.num_running,
+            "waiting": taken.num_waiting,
+            **await asyncio.to_thread(taken.stats.snapshot),
+            **service.end_to_end_percentiles(),
+        }
+        if taken
+        else None,
+        "cache": taken.cache() if taken else None,
+        "requests": service.jobs(),
+    }
+
+
+# -- errors and the OpenAPI document -----------------------------------------------------------------------------------
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(VeraError)
+    async def tell(request: Request, error: VeraError) -> Response:
+        return _told(request, as_api_error(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def tell_invalid(request: Request, error: RequestValidationError) -> Response:
+        return _told(request, from_validation(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def tell_http(request: Request, error: HTTPException) -> Response:
+        """Unknown paths, methods that a path does not have, bodies that cannot be read."""
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return _told(request, ApiError(error.status_code, message, headers=error.headers))
+
+    @app.exception_handler(ClientGone)
+    async def tell_nobody(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+
+def _told(request: Request, error: ApiError) -> Response:
+    record_of(request.scope).details |= {"error": error.code, "param": error.param}
+    return error.response()
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": protocol.ErrorBody, "description": _MEANINGS[status]} for status in sorted(statuses)}
+
+
+def _responses(model: type, statuses: tuple[int, ...], content: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    return {200: {"model": model, "description": "The answers.", "content": content}, **_errors(*statuses)}
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document without the 422 that is never sent, and with the keys that routes need."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                operation["security"] = [] if path in PUBLIC else [{"key": []}]
+        components = document["components"]
+        for unused in ("HTTPValidationError", "ValidationError"):
+            components["schemas"].pop(unused, None)
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        app.openapi_schema = document
+    return app.openapi_schema

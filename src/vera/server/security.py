@@ -1,0 +1,66 @@
+"""Who may do what. Every path needs a key but a few public ones, known or not: a new route is shut until it is listed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from secrets import compare_digest
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vera.server.errors import ApiError
+from vera.server.settings import ServerSettings
+
+PUBLIC = frozenset({"/health", "/ready"})
+"""What probes ask, who have no key."""
+_ADMIN = "/admin"
+
+
+class Gate:
+    """ASGI middleware. Without API keys all but the admin routes are open; these are shut without an admin key."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._api_keys = [key.encode() for key in settings.api_keys]
+        self._admin_keys = [] if settings.admin_key is None else [settings.admin_key.encode()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        path: str = scope["path"]
+        key = _key_of(scope)
+        if path == _ADMIN or path.startswith(f"{_ADMIN}/"):
+            self._check_admin(key)
+        elif path not in PUBLIC and self._api_keys and not _matches(key, [*self._api_keys, *self._admin_keys]):
+            raise _unauthorised(key)
+
+    def _check_admin(self, key: bytes | None) -> None:
+        if not self._admin_keys:
+            raise ApiError(403, "the admin routes are shut: this server was started without VERA_ADMIN_KEY", code="no_admin_key")
+        if _matches(key, self._admin_keys):
+            return
+        if _matches(key, self._api_keys):
+            raise ApiError(403, "this key does not open the admin routes; use the admin key", code="admin_key_required")
+        raise _unauthorised(key)
+
+
+def _unauthorised(key: bytes | None) -> ApiError:
+    message = "no key was sent; send 'Authorization: Bearer KEY'" if key is None else "the key is not one of this server's"
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _key_of(scope: Scope) -> bytes | None:
+    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" and key.strip() else None
+
+
+def _matches(key: bytes | None, keys: Iterable[bytes]) -> bool:
+    """Compares with all of them, in a time that tells nothing about how much of a key was right."""
+    return key is not None and sum(compare_digest(key, known) for known in keys) > 0

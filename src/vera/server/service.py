@@ -1,0 +1,417 @@
+"""The one bridge between HTTP and the engine: loading, prompts, answers, deadlines, the full queue, health and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from vera.engine.async_engine import Ask, AsyncEngine
+from vera.engine.engine import Engine
+from vera.engine.request import FinishReason, Update
+from vera.errors import EngineStopped
+from vera.metrics.stats import RECENT, percentile
+from vera.sampling_params import SamplingParams
+from vera.server.encoding import Encoder
+from vera.server.errors import ApiError, bad_request, deadline_exceeded, too_busy, unavailable
+from vera.server.metrics import ServerMetrics
+from vera.server.protocol import VeraTerms
+from vera.server.settings import ServerSettings
+from vera.server.snapshot import Snapshot, take_snapshot
+from vera.server.usage import UsageMeter
+
+_log = logging.getLogger(__name__)
+
+_SNAPSHOT_SECONDS = 1.0
+"""How long a scrape waits for the step that runs; then it gets what the last one got."""
+_SHORTEST_SECONDS = 1e-3
+"""What a request still gets whose time went with reading its prompt."""
+_JOIN_SECONDS = 5.0
+"""How long the end waits for an engine that does not come by."""
+
+
+class State(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    """The model could not be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is known once the model is loaded."""
+
+    name: str
+    """What clients call the model."""
+    max_model_len: int
+    fidelity: str
+    """What a request gets that asks for nothing else."""
+    attention_tolerance: float
+    max_in_flight: int
+    """Answers that may run and wait together."""
+    settings: dict[str, Any]
+    """The engine's effective settings."""
+
+
+@dataclass(slots=True)
+class Job:
+    """The answers to one HTTP request."""
+
+    id: str
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    """With `n` answers to each prompt."""
+    usage: UsageMeter
+    priority: int = 0
+    timeout_seconds: float = 0.0
+    """From `started` on."""
+    fidelity: str | None = None
+    attention_tolerance: float | None = None
+    started: float = 0.0
+    """By time.monotonic, in seconds: when the request came."""
+    first_token_seconds: float | None = None
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    def asks(self) -> list[Ask]:
+        left = max(_SHORTEST_SECONDS, self.timeout_seconds - (time.monotonic() - self.started))
+        return [
+            Ask(prompt, params, self.priority, left, self.fidelity, self.attention_tolerance)
+            for prompt in self.prompts
+            for params in self.params.answers()
+        ]
+
+
+@dataclass(slots=True)
+class _Latencies:
+    """The latest, for exact percentiles, in seconds."""
+
+    end_to_end: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+
+class Service:
+    """Belongs to one event loop. `load` makes the engine; it is called on a thread, while the server already answers probes."""
+
+    def __init__(self, load: Callable[[], Engine], settings: ServerSettings, metrics: ServerMetrics) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.state = State.LOADING
+        self.failure: Exception | None = None
+        """Why the model could not be loaded."""
+        self.started = time.time()
+        self._load = load
+        self._loading: asyncio.Task[None] | None = None
+        self._loader: threading.Thread | None = None
+        self._engine: AsyncEngine | None = None
+        self._encoder: Encoder | None = None
+        self._served: Served | None = None
+        self._jobs: dict[int, Job] = {}
+        """Those that are being answered, by object."""
+        self._num_in_flight = 0
+        """Answers that run, wait, or have their prompts encoded."""
+        self._snapshot: Snapshot | None = None
+        self._latencies = _Latencies()
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to load. Call once, on the event loop."""
+        self._loading = asyncio.create_task(self._start())
+
+    async def loaded(self) -> None:
+        """Returns once requests are taken. Raises what went wrong with loading."""
+        assert self._loading is not None, "start comes first"
+        await asyncio.shield(self._loading)
+        if self.failure is not None:
+            raise self.failure
+
+    def drain(self) -> None:
+        """Takes no more requests; those that are in flight go on."""
+        if self.state in (State.LOADING, State.READY):
+            self.state = State.DRAINING
+
+    @property
+    def is_idle(self) -> bool:
+        """No answer is in flight."""
+        return not self._num_in_flight
+
+    async def close(self) -> None:
+        """Ends every answer that is in flight, with an error, and the engine. Idempotent."""
+        if self.state is State.STOPPED:
+            return
+        self.drain()
+        if self._loading is not None:
+            self._loading.cancel()
+        if self._engine is not None:
+            await self._engine.close(join_seconds=_JOIN_SECONDS)
+        if self._encoder is not None:
+            self._encoder.close()
+        if self.state is not State.FAILED:
+            self.state = State.STOPPED
+
+    @property
+    def leaves_threads(self) -> bool:
+        """The engine's thread hangs or the model is being loaded: this process cannot end by itself."""
+        loads = self._loader is not None and self._loader.is_alive()
+        return loads or (self._engine is not None and self._engine.is_running)
+
+    async def _start(self) -> None:
+        try:
+            engine = await self._loaded_engine()
+        except Exception as error:
+            self.state, self.failure = State.FAILED, error
+            return
+        self._adopt(engine)
+        if self.state is State.LOADING:
+            self.state = State.READY
+            _log.info("ready", extra={"fields": {"model": self.served.name, "engine": self.served.settings}})
+
+    async def _loaded_engine(self) -> Engine:
+        """What `load` makes or raises. Not on `asyncio.to_thread`, whose threads would keep a process from ending meanwhile."""
+        loop = asyncio.get_running_loop()
+        coming: asyncio.Future[Engine] = loop.create_future()
+
+        def settle(engine: Engine | None, error: Exception | None) -> None:
+            if coming.done():
+                return
+            if engine is not None:
+                coming.set_result(engine)
+            else:
+                coming.set_exception(error or RuntimeError("loading ended without an engine"))
+
+        def run() -> None:
+            engine, error = None, None
+            try:
+                engine = self._load()
+            except Exception as failure:
+                error = failure
+            try:
+                loop.call_soon_threadsafe(settle, engine, error)
+            except RuntimeError:
+                _log.debug("the event loop is closed; nobody waits for the model")
+
+        self._loader = threading.Thread(target=run, name="vera-loader", daemon=True)
+        self._loader.start()
+        return await coming
+
+    def _adopt(self, engine: Engine) -> None:
+        config = engine.config
+        self._encoder = Encoder(engine.model, engine.max_model_len)
+        self._served = Served(
+            name=self.settings.served_model_name or engine.model.spec.name,
+            max_model_len=engine.max_model_len,
+            fidelity=config.cache.fidelity if engine.cache.adaptive else "native",
+            attention_tolerance=config.cache.attention_tolerance,
+            max_in_flight=config.max_waiting,  # a burst is all waiting before a step gives the first of it seats
+            settings=config.to_dict(),
+        )
+        self._engine = AsyncEngine(engine)
+        self._engine.start()
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    @property
+    def served(self) -> Served:
+        """Raises ApiError while the model is loading."""
+        if self._served is None:
+            raise self._away()
+        return self._served
+
+    @property
+    def encoder(self) -> Encoder:
+        """Raises ApiError while the model is loading."""
+        if self._encoder is None:
+            raise self._away()
+        return self._encoder
+
+    def check_health(self) -> None:
+        """Raises ApiError if the engine cannot answer: it is not there yet, its loop died or hangs."""
+        if self._engine is None or self.state is State.STOPPED:
+            raise self._away()
+        if not self._engine.is_alive(longest_step_seconds=self.settings.health_timeout_seconds):
+            idle = self._engine.seconds_since_beat()
+            message = f"the engine has not come by for {idle:.0f} s" if self._engine.is_running else "the engine's loop has ended"
+            raise unavailable(message, code="engine_dead")
+
+    def check_ready(self) -> None:
+        """Raises ApiError if requests are not taken."""
+        if self.state is not State.READY:
+            raise self._away()
+        self.check_health()
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for the name of a model that is not served."""
+        if name is not None and name != self.served.name:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; there is {self.served.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def snapshot(self) -> Snapshot | None:
+        """The engine and its cache now, or as they were at the last call if a long step runs. None: there was none yet."""
+        if self._engine is not None:
+            try:
+                self._snapshot = await asyncio.wait_for(self._engine.inspect(take_snapshot), _SNAPSHOT_SECONDS)
+            except (TimeoutError, EngineStopped):
+                _log.debug("the engine does not come by; the last snapshot has to do")
+            except Exception:
+                _log.exception("a snapshot of the engine could not be taken")
+        return self._snapshot
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """The requests in flight, JSON-ready."""
+        now = time.monotonic()
+        return [
+            {
+                "request_id": job.id,
+                "answers": job.num_answers,
+                "phase": "waiting" if job.first_token_seconds is None else "answering",
+                "prompt_tokens": job.usage.prompt_tokens,
+                "completion_tokens": job.usage.completion_tokens,
+                "seconds": round(now - job.started, 3),
+                "priority": job.priority,
+                "fidelity": job.usage.fidelity,
+            }
+            for job in self._jobs.values()
+        ]
+
+    def end_to_end_percentiles(self) -> dict[str, float | None]:
+        """Over the latest answers, in milliseconds."""
+        latest = self._latencies.end_to_end
+        shares = {"e2e_ms_p50": 0.5, "e2e_ms_p99": 0.99}
+        return {name: percentile(latest, share) * 1e3 if latest else None for name, share in shares.items()}
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def job(
+        self,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        terms: VeraTerms | None,
+        *,
+        started: float,
+        priority: int = 0,
+        hidden_tokens: int = 0,
+    ) -> Job:
+        """`started`, by time.monotonic: when the request came. `hidden_tokens` of each answer are not shown and not counted."""
+        terms, served = terms or VeraTerms(), self.served
+        fidelity = terms.fidelity or served.fidelity
+        tolerance = served.attention_tolerance if terms.attention_tolerance is None else terms.attention_tolerance
+        usage = UsageMeter(
+            [len(prompt) for prompt in prompts],
+            params.n,
+            fidelity,
+            tolerance if fidelity == "bounded" else None,
+            hidden_tokens=hidden_tokens,
+        )
+        limit = self.settings.request_timeout_seconds
+        return Job(
+            request_id,
+            prompts,
+            params,
+            usage,
+            priority=priority,
+            timeout_seconds=limit if terms.timeout_seconds is None else min(limit, terms.timeout_seconds),
+            fidelity=terms.fidelity,
+            attention_tolerance=terms.attention_tolerance,
+            started=started,
+        )
+
+    def admit(self, num_answers: int) -> Admission:
+        """A place for so many answers, to be held from before their prompts are encoded until they are done.
+
+        Raises ApiError if the server is not ready or too busy, or will never have so many places.
+        """
+        if self.state is not State.READY:
+            raise self._away()
+        if num_answers > self.served.max_in_flight:
+            raise bad_request(
+                f"{num_answers} answers are above the {self.served.max_in_flight} that this server takes at once; "
+                "ask for fewer in a request",
+                "n",
+            )
+        room = self.served.max_in_flight - self._num_in_flight
+        if num_answers > room:
+            raise too_busy(
+                f"{self._num_in_flight} answers are running or waiting, and {num_answers} more would be above the "
+                f"{self.served.max_in_flight} that this server takes; try again later"
+            )
+        return Admission(self, num_answers)
+
+    async def answers(self, job: Job) -> AsyncGenerator[list[tuple[int, Update]], None]:
+        """The updates of a job's answers, each with the place of its answer, those together that came together.
+
+        Adds them to `job.usage`. Raises what the engine raises when it refuses or ends, and ApiError for an answer that fails or
+        passes its deadline; the job's other answers are then given up. Leaving the iterator early gives up all.
+        """
+        if self._engine is None:
+            raise self._away()
+        clocks = [job.started] * job.num_answers
+        begun = [False] * job.num_answers
+        self._jobs[id(job)] = job
+        try:
+            async with aclosing(self._engine.answers(job.asks())) as batches:
+                async for batch in batches:
+                    now = time.monotonic()
+                    for index, update in batch:
+                        job.usage.add(index, update)
+                        if update.new_token_ids:
+                            observe = self.metrics.observe_next if begun[index] else self.metrics.observe_first
+                            observe(now - clocks[index])
+                            clocks[index], begun[index] = now, True
+                        if update.finished:
+                            self._end(job, update, now)
+                    if job.first_token_seconds is None:
+                        job.first_token_seconds = now - job.started
+                    yield batch
+        finally:
+            del self._jobs[id(job)]
+
+    def _end(self, job: Job, update: Update, now: float) -> None:
+        """Counts an answer that has ended. Raises ApiError if it ended badly."""
+        self._latencies.end_to_end.append(now - job.started)
+        self.metrics.observe_end(now - job.started, update)
+        match update.finish_reason:
+            case FinishReason.TIMEOUT:
+                raise deadline_exceeded(f"the answer was not done within {job.timeout_seconds:g} s and was given up")
+            case FinishReason.ERROR:
+                raise ApiError(500, f"the model failed on this request: {update.error}", code="engine_error")
+            case FinishReason.ABORT:
+                raise unavailable("the answer was ended by the server", code="engine_stopped")
+
+    def _away(self) -> ApiError:
+        messages = {
+            State.LOADING: "the model is being loaded; try again soon",
+            State.READY: "the engine is not there",
+            State.DRAINING: "the server is ending and takes no new requests",
+            State.STOPPED: "the server has ended",
+            State.FAILED: "the model could not be loaded",
+        }
+        return unavailable(messages[self.state], code=f"server_{self.state.value}")
+
+
+class Admission:
+    """Places for some answers, taken when it is made and given back by `close` (which does nothing the second time)."""
+
+    def __init__(self, service: Service, num_answers: int) -> None:
+        self._service = service
+        self._held = num_answers
+        service._num_in_flight += num_answers
+
+    def close(self) -> None:
+        self._service._num_in_flight -= self._held
+        self._held = 0
