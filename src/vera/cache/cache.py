@@ -96,13 +96,14 @@ class AdaptiveCache:
         self._number = 0
         self._step: tuple[list[Span], TierReport | None] = ([], None)
         self.costs = Costs()
-        self._warm_limit = self._allowed_warm_bytes()
+        self.warm_capacity_bytes = self._allowed_warm_bytes()
+        """Most bytes of the warm store, checkpoints included."""
         recompute = self.adaptive and can_recompute and config.recompute_budget > 0
         self.tables = TierTables(
             self.pool,
             config,
             warm_dir=_warm_dir(config),
-            warm_bytes=self._warm_limit,
+            warm_bytes=self.warm_capacity_bytes,
             checkpoints=recompute and shape.hidden_size > 0,
             staging_pages=config.recompute_budget * shape.layers * shape.kv_heads if recompute else 0,
         )
@@ -557,7 +558,7 @@ class AdaptiveCache:
         if self.config.cache_max_bytes is not None:
             assert self.pool.capacity_bytes <= self.config.cache_max_bytes, "the cache is above its ceiling"
         if self.tables.warm is not None:
-            assert self.warm_bytes <= self._warm_limit, "the warm store is above its limit"
+            assert self.warm_bytes <= self.warm_capacity_bytes, "the warm store is above its limit"
 
     # -- details: admission --------------------------------------------------------------------------------------------
 

@@ -133,8 +133,7 @@ def _cache_metrics(taken: Snapshot) -> Iterator[Metric]:
     limits = GaugeMetricFamily("vera_cache_capacity_bytes", "Most bytes that it may take.", labels=["tier", "device"])
     for tier, device, bytes_used, capacity in taken.memory:
         used.add_metric([tier, device], bytes_used)
-        if capacity is not None:
-            limits.add_metric([tier, device], capacity)
+        limits.add_metric([tier, device], capacity)
     pages = GaugeMetricFamily("vera_cache_pages", "Pages by tier; those kept for reuse are among them.", labels=["tier"])
     for tier, count in taken.pages.items():
         pages.add_metric([tier], count)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vera.cache import AdaptiveCache
-from vera.cache.housekeeping import TierStats
+from vera.cache import AdaptiveCache, TierStats
 from vera.engine.engine import Engine
 from vera.metrics.stats import EngineStats
 
@@ -26,8 +25,8 @@ class Snapshot:
     stats: EngineStats
     tiers: TierStats | None
     """None: the cache is native."""
-    memory: tuple[tuple[str, str, int, int | None], ...]
-    """Tier, device, bytes in use and most bytes (None: not known). `hot` is all of fast memory: exact pages, sketches, tables."""
+    memory: tuple[tuple[str, str, int, int], ...]
+    """Tier, device, bytes in use and most bytes. `hot` is all of fast memory: exact pages, sketches, tables."""
     idle_bytes: int
     pages: dict[str, int]
     """By tier: with a place in fast memory, with an exact copy elsewhere, with only a sketch."""
@@ -74,11 +73,11 @@ def take_snapshot(engine: Engine) -> Snapshot:
     )
 
 
-def _memory(cache: AdaptiveCache) -> tuple[tuple[str, str, int, int | None], ...]:
+def _memory(cache: AdaptiveCache) -> tuple[tuple[str, str, int, int], ...]:
     fast = ("hot", DEVICE, cache.used_bytes + cache.idle_bytes, cache.capacity_bytes)
     if not cache.adaptive:
         return (fast,)
-    return fast, ("warm", HOST, cache.warm_bytes, cache.config.warm_bytes)
+    return fast, ("warm", HOST, cache.warm_bytes, cache.warm_capacity_bytes)
 
 
 def _pages(cache: AdaptiveCache) -> dict[str, int]:
