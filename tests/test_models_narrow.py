@@ -1,5 +1,7 @@
 """Weights held in half precision by a model that computes in float32: the same results, half the bytes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +64,23 @@ def test_half_the_bytes_are_kept(tmp_path):
     narrow_model, wide_model = load_model(tmp_path), load_model(tmp_path, dtype="float32")
     norms = sum(4 * parameter.numel() for name, parameter in wide_model.module.named_parameters() if "norm" in name)
     assert narrow_model.spec.weight_bytes - norms == (wide_model.spec.weight_bytes - norms) // 2
+
+
+def test_narrow_weights_lie_in_the_checkpoint(tmp_path):
+    model = load_model(stored(tmp_path))
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".safetensors")]
+    ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps if str(tmp_path) in line[-1]]
+    weights = [weight for weight in model.module.parameters() if weight.dtype is torch.bfloat16]
+    assert weights and all(any(low <= weight.data_ptr() < high for low, high in ranges) for weight in weights)
+
+
+def test_the_checkpoint_is_not_written_when_weights_are_replaced(tmp_path):
+    model = load_model(stored(tmp_path))
+    before, first = (tmp_path / "model.safetensors").read_bytes(), logits(model)
+    model.replace_weights({name: tensor * 2 for name, tensor in model.module.state_dict().items()})
+    assert not torch.equal(logits(model), first)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert torch.equal(logits(load_model(tmp_path)), first)
 
 
 def test_the_model_is_the_same_to_whoever_asks(tmp_path):

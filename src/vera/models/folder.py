@@ -75,6 +75,24 @@ def check_weight_files(folder: Path) -> None:
             raise BrokenModel(f"{file} is damaged or cut short ({error}); copy it again") from None
 
 
+def lie_in_files(module: PreTrainedModel, folder: Path) -> int:
+    """Lets half-precision weights that the folder's files hold bit for bit lie there, mapped, and not in memory of their own.
+
+    The system reads them in when they are used and may drop them when memory is short. Returns how many; a weight that the
+    files have under another name, or in another form, stays in memory.
+    """
+    weights = {name: weight for name, weight in module.named_parameters() if weight.dtype is not torch.float32}
+    mapped = 0
+    for file in _weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in weights.keys() & tensors.keys():
+                weight, stored = weights[name], tensors.get_tensor(name)
+                if stored.dtype is weight.dtype and stored.shape == weight.shape and torch.equal(stored, weight.data):
+                    weight.data = stored
+                    mapped += 1
+    return mapped
+
+
 def _read_config(file: Path, name: str) -> PreTrainedConfig:
     try:
         raw = json.loads(file.read_text("utf-8"))

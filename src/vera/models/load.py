@@ -15,7 +15,7 @@ from vera.attention.protocol import PAGE_DTYPES
 from vera.errors import ConfigError, ModelNotFound
 from vera.models.decoder import speed_up_layers
 from vera.models.dense import DenseAttention
-from vera.models.folder import CONFIG_FILE, read_module, read_tokenizer
+from vera.models.folder import CONFIG_FILE, lie_in_files, read_module, read_tokenizer
 from vera.models.gate import check_class, check_config
 from vera.models.gguf import GGUF_SUFFIX, converted_folder, embedded_file
 from vera.models.linear import speed_up_linear
@@ -55,6 +55,8 @@ def load_model(source: str | Path = EMBEDDED, *, dtype: str = AUTO, progress: Pr
         model = _admit(read_module(folder, name, computes_in), read_tokenizer(folder), name)
     if dtype == AUTO:
         _hold_narrow(model)
+        lie_in_files(model.module, folder)
+        give_back_freed_memory()
     return model
 
 
@@ -140,7 +142,6 @@ def _hold_narrow(model: LoadedModel) -> None:
         same = False
     if not same:
         widen(model.module)
-    give_back_freed_memory()
     model.spec = replace(model.spec, weight_bytes=weight_bytes(model.module))
 
 
