@@ -41,12 +41,16 @@ _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase | None, prompt: str | Sequence[int], *, vocab_size: int | None = None
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: str | Sequence[int],
+    *,
+    vocab_size: int | None = None,
+    add_special_tokens: bool = True,
 ) -> list[int]:
     """The token ids of one prompt.
 
-    Text becomes what the tokenizer makes of it by default (a BOS token if it adds one); token ids are taken as they are, after a
-    check against the model's `vocab_size` if that is given. Raises RequestError for an empty prompt, ids outside the
+    Text becomes what the tokenizer makes of it by default (a BOS token if it adds one, unless `add_special_tokens` is False); token
+    ids are taken as they are, after a check against the model's `vocab_size` if that is given. Raises RequestError for an empty prompt, ids outside the
     vocabulary, and text without a tokenizer.
     """
     if not isinstance(prompt, str):
@@ -54,7 +58,7 @@ def encode_prompt(
     if tokenizer is None:
         raise RequestError("the model has no tokenizer, so a text prompt cannot be read; pass token ids")
     _check_unicode("the prompt", prompt)
-    token_ids: list[int] = list(tokenizer(prompt, verbose=False)["input_ids"])
+    token_ids: list[int] = list(tokenizer(prompt, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
     if not token_ids:
         raise RequestError(f"the prompt {prompt!r} has no tokens; give at least one")
     return token_ids

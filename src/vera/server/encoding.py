@@ -38,9 +38,9 @@ class Encoder:
         """As `encode_prompt`; a text that is known not to fit is refused unread. Raises RequestError and RequestTooLong."""
         if isinstance(prompt, str):
             self._check_length([prompt])
-        if isinstance(prompt, str) and not add_special_tokens:
-            return await self._run(lambda: list(self._required()(prompt, add_special_tokens=False, verbose=False)["input_ids"]))
-        return await self._run(lambda: encode_prompt(self._tokenizer, prompt, vocab_size=self._vocab_size))
+        return await self._run(
+            lambda: encode_prompt(self._tokenizer, prompt, vocab_size=self._vocab_size, add_special_tokens=add_special_tokens)
+        )
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> list[int]:
         """As `encode_chat`."""

@@ -19,7 +19,8 @@ _Answer = ConfigDict(use_attribute_docstrings=True)
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+"""Lists in requests stop at their first fault: a body may have a million elements, and one is told about."""
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -88,7 +89,7 @@ class Generation(BaseModel):
     """0 is greedy; null: 1."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     n: int | None = Field(default=None, ge=1, le=MAX_N)
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
@@ -101,8 +102,8 @@ class Generation(BaseModel):
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     """0, -1 and null: all tokens."""
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
@@ -160,13 +161,13 @@ class Message(BaseModel):
     model_config = _Lenient
 
     role: str = Field(min_length=1)
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
 
 
 class ChatRequest(Generation):
     """The body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     """The newer name of max_tokens."""
     logprobs: bool | None = None
@@ -202,7 +203,7 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """The body of /v1/completions."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     """A text, token ids, or a list of either."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """For each token its log-probability, and those of this many most likely ones."""
@@ -237,7 +238,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     """Of a prompt: what the tokenizer adds by itself, such as a BOS token. null: true."""
     add_generation_prompt: bool | None = None
@@ -250,7 +251,7 @@ class DetokenizeRequest(BaseModel):
     model_config = _Lenient
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 def refuse_unsupported(fields: dict[str, Any]) -> None:
@@ -368,6 +369,33 @@ class ChatCompletion(_Body):
     system_fingerprint: str | None
 
 
+class ChatDelta(_Body):
+    """What a chunk adds to a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(_Body):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    """null until the answer's last chunk."""
+    stop_reason: str | int | None = None
+
+
+class ChatCompletionChunk(_Body):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    """Empty in the chunk that has the usage."""
+    usage: Usage | None = None
+    system_fingerprint: str | None
+
+
 class CompletionLogprobs(_Body):
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -390,6 +418,26 @@ class Completion(_Body):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    system_fingerprint: str | None
+
+
+class CompletionChunkChoice(_Body):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    """null until the answer's last chunk."""
+    stop_reason: str | int | None = None
+
+
+class CompletionChunk(_Body):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    """Empty in the chunk that has the usage."""
+    usage: Usage | None = None
     system_fingerprint: str | None
 
 
