@@ -6,7 +6,7 @@ import pytest
 from servers import HELLO, running
 
 from vera.errors import ConfigError
-from vera.server.settings import ServerSettings, read_keys
+from vera.server.settings import ServerSettings, read_admin_key, read_keys
 
 SECURED = {"api_keys": ("first-key", "second-key"), "admin_key": "admin-key"}
 
@@ -123,3 +123,15 @@ def test_keys_come_from_the_environment_and_a_file(tmp_path, monkeypatch):
     assert read_keys(tmp_path / "keys") == ("one", "two", "three")
     with pytest.raises(ConfigError, match="nowhere"):
         read_keys(tmp_path / "nowhere")
+
+
+def test_a_source_of_keys_that_has_none_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("\n  \n")
+    with pytest.raises(ConfigError, match="has no key"):
+        read_keys(tmp_path / "keys")
+    monkeypatch.setenv("VERA_API_KEY", " ,")
+    with pytest.raises(ConfigError, match="VERA_API_KEY has no key"):
+        read_keys(None)
+    monkeypatch.setenv("VERA_ADMIN_KEY", " ")
+    with pytest.raises(ConfigError, match="VERA_ADMIN_KEY"):
+        read_admin_key()

@@ -168,11 +168,10 @@ class Service:
 
     async def _start(self) -> None:
         try:
-            engine = await self._loaded_engine()
+            self._adopt(await self._loaded_engine())
         except Exception as error:
             self.state, self.failure = State.FAILED, error
             return
-        self._adopt(engine)
         if self.state is State.LOADING:
             self.state = State.READY
             _log.info("ready", extra={"fields": {"model": self.served.name, "engine": self.served.settings}})

@@ -90,19 +90,33 @@ _SECRETS = frozenset({"api_keys", "admin_key"})
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:
-    """The API keys: those of the file, one a line, and that of VERA_API_KEY (several with commas between)."""
-    keys = os.environ.get("VERA_API_KEY", "").split(",")
+    """The API keys: those of VERA_API_KEY (several with commas between), and of the file, one a line.
+
+    Raises ConfigError for a source that is there and has no key: it would open the server unnoticed.
+    """
+    sources: dict[str, list[str]] = {}
+    if "VERA_API_KEY" in os.environ:
+        sources["VERA_API_KEY"] = os.environ["VERA_API_KEY"].split(",")
     if path is not None:
         try:
-            keys += path.read_text().splitlines()
+            sources[f"the file of API keys {str(path)!r}"] = path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the file of API keys {str(path)!r} cannot be read: {error}") from None
-    return tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
+    keys: dict[str, None] = {}
+    for source, lines in sources.items():
+        if not (found := [line.strip() for line in lines if line.strip()]):
+            raise ConfigError(f"{source} has no key, and a server without keys is open; put one there, or leave it out")
+        keys |= dict.fromkeys(found)
+    return tuple(keys)
 
 
 def read_admin_key() -> str | None:
-    """That of VERA_ADMIN_KEY."""
-    return os.environ.get("VERA_ADMIN_KEY", "").strip() or None
+    """That of VERA_ADMIN_KEY; None: it is not set."""
+    if (key := os.environ.get("VERA_ADMIN_KEY")) is None:
+        return None
+    if not key.strip():
+        raise ConfigError("VERA_ADMIN_KEY is set and has no key; give it one, or leave it out")
+    return key.strip()
 
 
 def _is_loopback(host: str) -> bool:
