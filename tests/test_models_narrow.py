@@ -66,21 +66,30 @@ def test_half_the_bytes_are_kept(tmp_path):
     assert narrow_model.spec.weight_bytes - norms == (wide_model.spec.weight_bytes - norms) // 2
 
 
-def test_narrow_weights_lie_in_the_checkpoint(tmp_path):
-    model = load_model(stored(tmp_path))
+def is_mapped(model, folder):
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".safetensors")]
-    ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps if str(tmp_path) in line[-1]]
+    ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps if str(folder) in line[-1]]
     weights = [weight for weight in model.module.parameters() if weight.dtype is torch.bfloat16]
-    assert weights and all(any(low <= weight.data_ptr() < high for low, high in ranges) for weight in weights)
+    assert weights
+    return {any(low <= weight.data_ptr() < high for low, high in ranges) for weight in weights}
 
 
-def test_the_checkpoint_is_not_written_when_weights_are_replaced(tmp_path):
-    model = load_model(stored(tmp_path))
-    before, first = (tmp_path / "model.safetensors").read_bytes(), logits(model)
+def test_narrow_weights_lie_in_files_that_are_ours_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERA_HOME", str(tmp_path))
+    ours, theirs = tmp_path / "models" / "converted", tmp_path / "theirs"
+    assert is_mapped(load_model(stored(ours)), ours) == {True}
+    assert is_mapped(load_model(stored(theirs)), theirs) == {False}
+
+
+def test_a_mapped_file_is_not_written_when_weights_are_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERA_HOME", str(tmp_path))
+    folder = stored(tmp_path / "models" / "converted")
+    model = load_model(folder)
+    before, first = (folder / "model.safetensors").read_bytes(), logits(model)
     model.replace_weights({name: tensor * 2 for name, tensor in model.module.state_dict().items()})
     assert not torch.equal(logits(model), first)
-    assert (tmp_path / "model.safetensors").read_bytes() == before
-    assert torch.equal(logits(load_model(tmp_path)), first)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert torch.equal(logits(load_model(folder)), first)
 
 
 def test_the_model_is_the_same_to_whoever_asks(tmp_path):

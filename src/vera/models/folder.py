@@ -78,8 +78,9 @@ def check_weight_files(folder: Path) -> None:
 def lie_in_files(module: PreTrainedModel, folder: Path) -> int:
     """Lets half-precision weights that the folder's files hold bit for bit lie there, mapped, and not in memory of their own.
 
-    The system reads them in when they are used and may drop them when memory is short. Returns how many; a weight that the
-    files have under another name, or in another form, stays in memory.
+    The system reads them in when they are used and may drop them when memory is short. Whoever overwrites such a file in place
+    changes the model, so the files must be ours. Returns how many; a weight that they have under another name, or in another
+    form, stays in memory.
     """
     weights = {name: weight for name, weight in module.named_parameters() if weight.dtype is not torch.float32}
     mapped = 0

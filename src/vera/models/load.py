@@ -17,7 +17,7 @@ from vera.models.decoder import speed_up_layers
 from vera.models.dense import DenseAttention
 from vera.models.folder import CONFIG_FILE, lie_in_files, read_module, read_tokenizer
 from vera.models.gate import check_class, check_config
-from vera.models.gguf import GGUF_SUFFIX, converted_folder, embedded_file
+from vera.models.gguf import GGUF_SUFFIX, conversions_home, converted_folder, embedded_file
 from vera.models.linear import speed_up_linear
 from vera.models.loaded import LoadedModel
 from vera.models.narrow import compute_dtype, narrow, widen
@@ -55,7 +55,8 @@ def load_model(source: str | Path = EMBEDDED, *, dtype: str = AUTO, progress: Pr
         model = _admit(read_module(folder, name, computes_in), read_tokenizer(folder), name)
     if dtype == AUTO:
         _hold_narrow(model)
-        lie_in_files(model.module, folder)
+        if folder.is_relative_to(conversions_home()):  # files that nobody overwrites in place while a model reads them
+            lie_in_files(model.module, folder)
         give_back_freed_memory()
     return model
 
