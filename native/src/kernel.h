@@ -227,15 +227,15 @@ struct TieredRow {
   float* output;           // [group][head_dim]
 };
 
-// Pages whose queries or weights are rounded to bytes together.
-constexpr int kFoldedPages = 8;
+// Pages whose queries or weights are rounded to bytes together. With more, the bus idles while they are rounded, and chokes
+// afterwards.
+constexpr int kFoldedPages = 2;
 static constexpr size_t tiered_scratch_floats(const Shape& shape, int pages) {
   return 2 * size_t(tiered_page_stride(pages))              // lists of pages
          + 2 * size_t(shape.group) * size_t(shape.head_dim)  // queries, in two orders
          + 8 * size_t(kMaxPageSize)                         // weights of one page
-         + 8 * size_t(kMaxHeadDim)                          // one page's factors before they are rounded
          + kFoldedPages * (16 * size_t(kMaxHeadDim) + 64) / 4  // factors as bytes
-         + kFoldedPages * 8 * 2;                            // their scales and offsets
+         + kFoldedPages * 8 * 3;                            // their scales and offsets, and largest logits
 }
 
 struct TieredKernels {

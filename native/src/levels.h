@@ -216,6 +216,29 @@ VERA_INLINE void add_plane(const Int (&packed)[V], const int8_t* factors, ptrdif
   }
 }
 
+// One row of packed levels. With few heads the factors of both planes are held, and each vector of levels is loaded once.
+template <int kBits, int H, int V>
+VERA_INLINE void add_row(const uint8_t* levels, const int8_t* factors, ptrdiff_t factor_stride, Int (&sums)[H][V]) {
+  if constexpr (kBits == 4 && H <= 4) {
+    Int low[H], high[H];
+    for (int h = 0; h < H; h++) {
+      low[h] = broadcast_four(factors + h * factor_stride);
+      high[h] = broadcast_four(factors + h * factor_stride + 4);
+    }
+    for (int v = 0; v < V; v++) {
+      Int packed = load_packed(levels + v * kPackedBytes);
+      asm("" : "+v"(packed));  // GCC would load it once more for the other plane
+      const Int low_levels = unpack<kBits, 0>(packed), high_levels = unpack<kBits, 1>(packed);
+      for (int h = 0; h < H; h++) sums[h][v] = _mm512_dpbusd_epi32(sums[h][v], low_levels, low[h]);
+      for (int h = 0; h < H; h++) sums[h][v] = _mm512_dpbusd_epi32(sums[h][v], high_levels, high[h]);
+    }
+  } else {
+    Int packed[V];
+    for (int v = 0; v < V; v++) packed[v] = load_packed(levels + v * kPackedBytes);
+    add_plane<kBits, 0, H, V>(packed, factors, factor_stride, sums);
+  }
+}
+
 #else
 
 template <int kBits, int kPlane, int H, int V>
@@ -230,6 +253,13 @@ VERA_INLINE void add_plane(const Int (&packed)[V], const int8_t* factors, ptrdif
   }
 }
 
+template <int kBits, int H, int V>
+VERA_INLINE void add_row(const uint8_t* levels, const int8_t* factors, ptrdiff_t factor_stride, Int (&sums)[H][V]) {
+  Int packed[V];
+  for (int v = 0; v < V; v++) packed[v] = load_packed(levels + v * kPackedBytes);
+  add_plane<kBits, 0, H, V>(packed, factors, factor_stride, sums);
+}
+
 #endif
 
 // sums[h][v] += the levels of `rows` packed rows, row_bytes apart, times the factors of head h. The same bytes from `next` on are
@@ -239,9 +269,7 @@ VERA_INLINE void add_products(const uint8_t* levels, const uint8_t* next, ptrdif
                               ptrdiff_t factor_stride, Int (&sums)[H][V]) {
   for (int row = 0; row < rows; row++) {
     prefetch_block(next, V * kPackedBytes);
-    Int packed[V];
-    for (int v = 0; v < V; v++) packed[v] = load_packed(levels + v * kPackedBytes);
-    add_plane<kBits, 0, H, V>(packed, factors, factor_stride, sums);
+    add_row<kBits, H, V>(levels, factors, factor_stride, sums);
     levels += row_bytes;
     next += row_bytes;
     factors += 4 * kPlanes<kBits>;

@@ -7,6 +7,8 @@
 //
 // Each page has weights relative to its own largest logit. So no page waits for another one, and a page that is hit is simply done
 // again.
+#include <type_traits>
+
 #include "kernel.h"
 #include "levels.h"
 #include "page_products.h"
@@ -17,6 +19,7 @@ namespace {
 
 constexpr float kLog2E = 1.44269504f;
 constexpr ptrdiff_t kFactorStride = kMaxHeadDim;  // bytes from one head's factors to the next
+constexpr int kPagesAhead = 4;                 // from the sketch that is worked on to the one that is fetched
 constexpr int kPassHeads = 8;                     // most heads that share one read of a page
 // Bytes from one page's factors to the next: not a power of two, which would put them into the same sets of the L1 cache.
 constexpr ptrdiff_t kFoldedStride = 2 * kPassHeads * kFactorStride + 64;
@@ -26,7 +29,7 @@ constexpr float kSmallest = 1e-30f;
 // The factors of one page for the heads of a pass, as bytes.
 struct Folded {
   int8_t* bytes;   // [kPassHeads][kFactorStride]; for levels of 8 bits twice, with the lower bytes of the factors
-  float* scales;   // [kPassHeads]: what the products are to be multiplied with
+  float* scales;   // [kPassHeads]: what the products are to be multiplied with; before rounding, the largest factors
   float* offsets;  // [kPassHeads]: and what is to be added
 };
 
@@ -35,18 +38,25 @@ struct Memory {
   int* by_sketch;     // [pages]: list of the pages read by their sketch
   int* exact;         // [pages]: list of the others
   int num_by_sketch, num_exact;
-  const uint8_t* upcoming[kFoldedPages];  // what is read after the pages of by_sketch, a sketch's part each, or null
+  const uint8_t* upcoming[kPagesAhead];  // what is read after the pages of by_sketch, a sketch's part each, or null
   float* query;       // [group][head_dim], scaled
   float* packed;      // the same in passes of [head_dim][heads]
   float* weights;     // [kPassHeads][kMaxPageSize]
-  float* unrounded;   // [kPassHeads][kMaxHeadDim]
   int8_t* bytes;      // [kFoldedPages] of Folded::bytes
   float* scales;      // [kFoldedPages][kPassHeads]
   float* offsets;     // the same
+  float* maxima;      // the same: the largest logits
 
   Folded folded(int i) const {
     return {bytes + i * kFoldedStride, scales + i * kPassHeads, offsets + i * kPassHeads};
   }
+  // Adds a page to a list, or to none. Without branches: which page is left out cannot be predicted.
+  void list(int page, bool is_by_sketch, bool is_exact) {
+    by_sketch[num_by_sketch] = exact[num_exact] = page;
+    num_by_sketch += is_by_sketch;
+    num_exact += is_exact;
+  }
+  float* maxima_of(int i) const { return maxima + i * kPassHeads; }
 };
 
 Memory divide(const TieredRow& row) {
@@ -57,10 +67,10 @@ Memory divide(const TieredRow& row) {
   memory.query = row.scratch + 2 * stride;
   memory.packed = memory.query + query_floats;
   memory.weights = memory.packed + query_floats;
-  memory.unrounded = memory.weights + kPassHeads * kMaxPageSize;
-  memory.bytes = reinterpret_cast<int8_t*>(memory.unrounded + kPassHeads * kMaxHeadDim);
-  memory.scales = memory.unrounded + kPassHeads * kMaxHeadDim + kFoldedPages * kFoldedStride / 4;
+  memory.bytes = reinterpret_cast<int8_t*>(memory.weights + kPassHeads * kMaxPageSize);
+  memory.scales = memory.weights + kPassHeads * kMaxPageSize + kFoldedPages * kFoldedStride / 4;
   memory.offsets = memory.scales + kFoldedPages * kPassHeads;
+  memory.maxima = memory.offsets + kFoldedPages * kPassHeads;
   return memory;
 }
 
@@ -82,6 +92,15 @@ VERA_INLINE void for_each_pass(int group, Work work) {
   for (int head = 0; head < group; head += heads) work(head, least(heads, group - head));
 }
 
+// Calls work(page size), the size being a constant where it is the usual one: short loops over the tokens are unrolled then.
+template <class Work>
+VERA_INLINE void with_page_size(const Shape& shape, Work work) {
+  if (shape.page_size == 64)
+    work(std::integral_constant<int, 64>{});
+  else
+    work(shape.page_size);
+}
+
 template <int H>
 constexpr int kWholeFours = (H + 3) / 4 * 4;
 
@@ -98,7 +117,7 @@ VERA_INLINE void store_all_maxima(const Vec (&x)[H], float* out) {
 // What is fetched while the sketch of by_sketch[i] is worked on, which lies at `own`: `next` gives the part of a page in the list.
 template <class Next>
 VERA_INLINE const uint8_t* after(const Memory& memory, int i, const uint8_t* own, Next next) {
-  const int later = i + kFoldedPages;
+  const int later = i + kPagesAhead;
   if (later < memory.num_by_sketch) return next(memory.by_sketch[later]);
   const uint8_t* upcoming = memory.upcoming[later - memory.num_by_sketch];
   return upcoming != nullptr ? upcoming : own;
@@ -109,64 +128,45 @@ VERA_INLINE void prefetch_bytes(const uint8_t* p, int bytes) {
 }
 
 // ---- factors to bytes
+//
+// In two rounds over some pages: the first one finds the largest factor of each page and head, the second one works the factors
+// out again and rounds them. What goes across the lanes of a vector takes long; meanwhile there is the next page to work on.
 
-// Where factors wait until the largest of them is known: in registers if there are few and their number is fixed, else in memory.
-template <int H, int kVectors>
-struct Unrounded {
-  Vec held[H][kVectors];
-
-  VERA_INLINE void put(int h, int i, Vec x) { held[h][i] = x; }
-  VERA_INLINE Vec get(int h, int i) const { return held[h][i]; }
-};
-template <int H>
-struct Unrounded<H, 0> {
-  float* memory;  // [H][kMaxHeadDim]
-
-  VERA_INLINE void put(int h, int i, Vec x) { store(memory + h * kMaxHeadDim + i * kWidth, x); }
-  VERA_INLINE Vec get(int h, int i) const { return load(memory + h * kMaxHeadDim + i * kWidth); }
-};
-
-// The vectors of a line of 64 numbers, if those of H heads fit in registers, else 0.
-template <int H>
-constexpr int kHeldVectors = H * (64 / kWidth) <= kRegisters / 2 - 2 ? 64 / kWidth : 0;
-
-// Rounds factors of each head, `vectors` vectors none of which is larger than the head's tops, to bytes. `offsets`, lane by lane,
-// is what is to be added to the products anyway; levels are brought to their centre here.
-template <int kBits, int H, int kVectors>
-VERA_INLINE void round_factors(const Unrounded<H, kVectors>& unrounded, int vectors, const Vec (&tops)[H], Vec (&offsets)[H],
-                               const Folded& folded) {
+// Rounds factors to bytes, `vectors` vectors of each head. add_vector(i, factors, offsets) gives the heads' factors of vector i and
+// adds to offsets, lane by lane, what is to be added to the products anyway; levels are brought to their centre here.
+template <int kBits, int H, class Add>
+VERA_INLINE void round_factors(int vectors, const Folded& folded, Add add_vector) {
   // For 8 bits a factor takes two bytes: one alone would lose more than the rounding of the levels.
   constexpr float kLargest = kBits == 8 ? 127.0f * 128.0f : 127.0f;
   constexpr float kCentre = float((1 << kBits) - 1) / 2;
-  float largest[kWholeFours<H>];
-  store_all_maxima(tops, largest);
-  float inverses[H];
+  Vec inverses[H], offsets[H];
+  Int totals[H];
   for (int h = 0; h < H; h++) {
-    inverses[h] = largest[h] > kSmallest ? kLargest / largest[h] : 0.0f;
-    folded.scales[h] = largest[h] * (1.0f / kLargest);
+    const float largest = folded.scales[h];
+    inverses[h] = broadcast(largest > kSmallest ? kLargest / largest : 0.0f);
+    folded.scales[h] = largest * (1.0f / kLargest);
+    offsets[h] = broadcast(0.0f);
+    totals[h] = no_ints();
   }
+  for (int i = 0; i < vectors; i++) {
+    Vec factors[H];
+    add_vector(i, factors, offsets);
 #pragma GCC unroll 8
-  for (int h = 0; h < H; h++) {
-    const Vec inverse = broadcast(inverses[h]);
-    int8_t* bytes = folded.bytes + h * kFactorStride;
-    Int total = no_ints();
-#pragma GCC unroll 8
-    for (int i = 0; i < (kVectors == 0 ? vectors : kVectors); i++) {
-      const Int factor = to_int(unrounded.get(h, i) * inverse);
-      total = add(total, factor);
+    for (int h = 0; h < H; h++) {
+      int8_t* bytes = folded.bytes + h * kFactorStride + i * kWidth;
+      const Int factor = to_int(factors[h] * inverses[h]);
+      totals[h] = add(totals[h], factor);
       if constexpr (kBits == 8) {
         const Int upper = upper_byte(factor);
-        store_bytes(bytes + i * kWidth, upper);
-        store_bytes(bytes + kPassHeads * kFactorStride + i * kWidth, lower_byte(factor, upper));
+        store_bytes(bytes, upper);
+        store_bytes(bytes + kPassHeads * kFactorStride, lower_byte(factor, upper));
       } else {
-        store_bytes(bytes + i * kWidth, factor);
+        store_bytes(bytes, factor);
       }
     }
-    offsets[h] = fma(to_float(total), broadcast(-kCentre * folded.scales[h]), offsets[h]);
   }
-  float sums[kWholeFours<H>];
-  store_all_sums(offsets, sums);
-  for (int h = 0; h < H; h++) folded.offsets[h] = sums[h];
+  for (int h = 0; h < H; h++) offsets[h] = fma(to_float(totals[h]), broadcast(-kCentre * folded.scales[h]), offsets[h]);
+  store_all_sums(offsets, folded.offsets);
 }
 
 // Products of H heads' factors with V vectors of levels, `row_bytes` apart, as they are: neither scaled nor centred.
@@ -190,38 +190,53 @@ VERA_INLINE void products(const uint8_t* levels, const uint8_t* next, ptrdiff_t 
 
 // ---- logits and weights of a page
 
-// Turns the page's logits, head by head `stride` apart, into weights relative to the largest one. `tops` are the largest ones, lane
-// by lane, of logits that are neither capped nor cut off yet.
-template <int H, bool kAccurate>
-VERA_INLINE void weigh(const TieredRow& row, int page, int head, float* logits, ptrdiff_t stride, Vec (&tops)[H]) {
-  const int page_size = row.shape.page_size, tokens = tokens_of(row, page);
-  if (row.options.softcap != 0 || tokens < page_size) {
-    for (int h = 0; h < H; h++) {
-      float* line = logits + h * stride;
-      if (row.options.softcap != 0) apply_softcap(line, page_size, row.options.softcap);
-      mask_row(line, 0, tokens, page_size);
-      tops[h] = load(line);
-      for (int t = kWidth; t < page_size; t += kWidth) tops[h] = larger(tops[h], load(line + t));
-    }
+// The largest logits of each head, lane by lane; the heads' logits lie `stride` apart.
+template <int H>
+VERA_INLINE void find_tops(const float* logits, ptrdiff_t stride, int page_size, Vec (&tops)[H]) {
+  for (int h = 0; h < H; h++) {
+    tops[h] = load(logits + h * stride);
+    for (int t = kWidth; t < page_size; t += kWidth) tops[h] = larger(tops[h], load(logits + h * stride + t));
   }
-  float maxima[kWholeFours<H>], sums[kWholeFours<H>], squares[kWholeFours<H>];
-  store_all_maxima(tops, maxima);
+}
+
+// Caps logits and cuts off those of tokens that the query does not see.
+__attribute__((noinline)) void cap_and_cut(float* logits, int page_size, int tokens, float softcap) {
+  if (softcap != 0) apply_softcap(logits, page_size, softcap);
+  mask_row(logits, 0, tokens, page_size);
+}
+
+// The same for the heads' logits, `stride` apart, where it changes anything; `tops` follow.
+template <int H>
+VERA_INLINE void cap_and_cut(const TieredRow& row, int page, float* logits, ptrdiff_t stride, Vec (&tops)[H]) {
+  const int page_size = row.shape.page_size, tokens = tokens_of(row, page);
+  if (row.options.softcap == 0 && tokens == page_size) return;
+  for (int h = 0; h < H; h++) cap_and_cut(logits + h * stride, page_size, tokens, row.options.softcap);
+  find_tops(logits, stride, page_size, tops);
+}
+
+// Turns the page's logits, head by head `stride` apart, into weights relative to the largest ones, `maxima`.
+template <int H, bool kAccurate>
+VERA_INLINE void weigh(const TieredRow& row, int page, int head, int page_size, const float* logits, ptrdiff_t stride,
+                       const float* maxima) {
+  float* weights = weights_of(row, page, head);
   Vec totals[H], square_totals[H];
+#pragma GCC unroll 8
   for (int h = 0; h < H; h++) {
     // Without any logit above -infinity the weights are 0, not NaN.
     const float reference = maxima[h] == kMinusInfinity ? 0.0f : maxima[h];
     const Vec offset = broadcast(kAccurate ? reference : -reference * kLog2E);
-    float* weights = weights_of(row, page, head + h);
     totals[h] = square_totals[h] = broadcast(0.0f);
+#pragma GCC unroll 4
     for (int t = 0; t < page_size; t += kWidth) {
       const Vec logit = load(logits + h * stride + t);
       const Vec weight =
           kAccurate ? exp_of_nonpositive(logit - offset) : exp2_of_nonpositive(fma(logit, broadcast(kLog2E), offset));
-      store(weights + t, weight);
+      store(weights + h * page_size + t, weight);
       totals[h] = totals[h] + weight;
       square_totals[h] = fma(weight, weight, square_totals[h]);
     }
   }
+  float sums[kWholeFours<H>], squares[kWholeFours<H>];
   store_all_sums(totals, sums);
   store_all_sums(square_totals, squares);
   for (int h = 0; h < H; h++) {
@@ -232,30 +247,40 @@ VERA_INLINE void weigh(const TieredRow& row, int page, int head, float* logits, 
   }
 }
 
-// The query times the steps of a page's channels, rounded. Returns var_K of each head in `variances`.
-template <int kBits, int H, int kVectors>
-VERA_INLINE void fold_query(const uint8_t* part, const float* query, int head_dim, Unrounded<H, kVectors> unrounded,
-                            const Folded& folded, float* variances) {
+// The largest of the factors of a page's keys, which are the query times the steps of the channels; and var_K of each head.
+template <int H>
+VERA_INLINE void find_query_factors(const uint8_t* part, const float* query, int head_dim, const Folded& folded,
+                                    float* variances) {
+  const Half* steps = halves(part + kSketchHeaderBytes);
+  Vec tops[H], squares[H];
+  for (int h = 0; h < H; h++) tops[h] = squares[h] = broadcast(0.0f);
+  for (int c = 0; c < head_dim; c += kWidth) {
+    const Vec step = load(steps + c);
+#pragma GCC unroll 8
+    for (int h = 0; h < H; h++) {
+      const Vec factor = load(query + h * head_dim + c) * step;
+      tops[h] = larger_magnitude(tops[h], factor);
+      squares[h] = fma(factor, factor, squares[h]);
+    }
+  }
+  store_all_maxima(tops, folded.scales);
+  store_all_sums(squares, variances);
+  for (int h = 0; h < H; h++) variances[h] *= 1.0f / 12.0f;
+}
+
+template <int kBits, int H>
+VERA_INLINE void round_query_factors(const uint8_t* part, const float* query, int head_dim, const Folded& folded) {
   const Half* steps = halves(part + kSketchHeaderBytes);
   const Half* mids = steps + head_dim;
-  Vec tops[H], offsets[H], squares[H];
-  for (int h = 0; h < H; h++) tops[h] = offsets[h] = squares[h] = broadcast(0.0f);
-  const int vectors = kVectors == 0 ? head_dim / kWidth : kVectors;
-#pragma GCC unroll 8
-  for (int i = 0; i < (kVectors == 0 ? vectors : kVectors); i++) {
+  round_factors<kBits, H>(head_dim / kWidth, folded, [=](int i, Vec(&factors)[H], Vec(&offsets)[H]) {
     const Vec step = load(steps + i * kWidth), mid = load(mids + i * kWidth);
 #pragma GCC unroll 8
     for (int h = 0; h < H; h++) {
-      const Vec q = load(query + h * head_dim + i * kWidth), factor = q * step;
-      unrounded.put(h, i, factor);
-      tops[h] = larger_magnitude(tops[h], factor);
-      squares[h] = fma(factor, factor, squares[h]);
+      const Vec q = load(query + h * head_dim + i * kWidth);
+      factors[h] = q * step;
       offsets[h] = fma(q, mid, offsets[h]);
     }
-  }
-  store_all_sums(squares, variances);
-  round_factors<kBits>(unrounded, vectors, tops, offsets, folded);
-  for (int h = 0; h < H; h++) variances[h] *= 1.0f / 12.0f;
+  });
 }
 
 template <int kBits, int H, int V>
@@ -284,20 +309,19 @@ void logits_by_sketch(const TieredRow& row, const Memory& memory, int begin, int
   const int* list = memory.by_sketch;
   const int end = least(begin + kFoldedPages, memory.num_by_sketch), head_bytes = kSketchHeaderBytes + 4 * shape.head_dim;
   const auto key_part = [&](int page) { return page_of(row, page).sketch.keys; };
+  const float* query = memory.query + ptrdiff_t(head) * shape.head_dim;
   for (int i = begin; i < end; i++) {
     const uint8_t* part = key_part(list[i]);
     prefetch_bytes(after(memory, i, part, key_part), head_bytes);
     float header[2], variances[kWholeFours<H>];
     __builtin_memcpy(header, part, sizeof header);
-    const float* query = memory.query + ptrdiff_t(head) * shape.head_dim;
-    if (kHeldVectors<H> * kWidth == shape.head_dim)
-      fold_query<kBits>(part, query, shape.head_dim, Unrounded<H, kHeldVectors<H>>{}, memory.folded(i - begin), variances);
-    else
-      fold_query<kBits>(part, query, shape.head_dim, Unrounded<H, 0>{memory.unrounded}, memory.folded(i - begin), variances);
+    find_query_factors<H>(part, query, shape.head_dim, memory.folded(i - begin), variances);
     row.state.nu[list[i]] = header[0];
     for (int h = 0; h < H; h++)
       row.state.variance[ptrdiff_t(head + h) * row.state.page_stride + list[i]] = variances[h] * header[0] * header[0] + header[1];
   }
+  for (int i = begin; i < end; i++)
+    round_query_factors<kBits, H>(key_part(list[i]), query, shape.head_dim, memory.folded(i - begin));
   for (int i = begin; i < end; i++) {
     const uint8_t* part = key_part(list[i]);
     float* logits = weights_of(row, list[i], head);
@@ -305,8 +329,13 @@ void logits_by_sketch(const TieredRow& row, const Memory& memory, int begin, int
     for (int h = 0; h < H; h++) tops[h] = broadcast(kMinusInfinity);
     key_products<kBits, H, level_vectors(H)>(part + head_bytes, after(memory, i, part, key_part) + head_bytes, shape,
                                              memory.folded(i - begin), 0, logits, tops);
-    weigh<H, false>(row, list[i], head, logits, shape.page_size, tops);
+    cap_and_cut(row, list[i], logits, shape.page_size, tops);
+    store_all_maxima(tops, memory.maxima_of(i - begin));
   }
+  for (int i = begin; i < end; i++)
+    with_page_size(shape, [&](auto page_size) {
+      weigh<H, false>(row, list[i], head, page_size, weights_of(row, list[i], head), page_size, memory.maxima_of(i - begin));
+    });
 }
 
 template <class T, int H>
@@ -316,15 +345,13 @@ void exact_logits(const TieredRow& row, const Memory& memory, int page, const vo
   const int tokens = tokens_of(row, page);
   page_logits<T, H, block_vectors(H)>(static_cast<const T*>(tiered.exact.keys), static_cast<const T*>(next),
                                       memory.packed + ptrdiff_t(head) * shape.head_dim, shape, 0, tokens, memory.weights);
+  // Logits of tokens that were never written were not computed.
+  for (int h = 0; h < H; h++) mask_row(memory.weights + h * kMaxPageSize, 0, tokens, shape.page_size);
   Vec tops[H];
-  for (int h = 0; h < H; h++) {
-    float* line = memory.weights + h * kMaxPageSize;
-    // Logits of tokens that were never written were not computed.
-    mask_row(line, 0, tokens, shape.page_size);
-    tops[h] = load(line);
-    for (int t = kWidth; t < shape.page_size; t += kWidth) tops[h] = larger(tops[h], load(line + t));
-  }
-  weigh<H, true>(row, page, head, memory.weights, kMaxPageSize, tops);
+  find_tops(memory.weights, kMaxPageSize, shape.page_size, tops);
+  cap_and_cut(row, page, memory.weights, kMaxPageSize, tops);
+  store_all_maxima(tops, memory.maxima);
+  weigh<H, true>(row, page, head, shape.page_size, memory.weights, kMaxPageSize, memory.maxima);
 }
 
 template <class T>
@@ -412,19 +439,13 @@ void logits(const TieredRow& row, int first, int end) {
     const TieredPage& tiered = page_of(row, page);
     const bool by_sketch = is_read_by_sketch(tiered, row.probe);
     row.state.service[page] = {by_sketch, false, false, false};
-    if (by_sketch)
-      memory.by_sketch[memory.num_by_sketch++] = page;
-    else
-      memory.exact[memory.num_exact++] = page;
-    if (!by_sketch && has_sketch(tiered)) prefetch(tiered.sketch.keys);
+    memory.list(page, by_sketch, !by_sketch);
+    if (!by_sketch && has_sketch(tiered)) prefetch_bytes(tiered.sketch.keys, kSketchHeaderBytes + 2 * row.shape.head_dim);
   }
-  // The first exact pages, in pieces of the size of a sketch.
+  // The first exact page, in pieces of the size of a sketch.
   const ptrdiff_t piece = key_part_bytes(row.shape.page_size, row.shape.head_dim, row.sketch_bits);
-  for (int i = 0; i < kFoldedPages; i++) {
-    const int page = i / (kFoldedPages / 2);
-    if (page < memory.num_exact)
-      memory.upcoming[i] = static_cast<const uint8_t*>(page_of(row, memory.exact[page]).exact.keys) + i % (kFoldedPages / 2) * piece;
-  }
+  for (int i = 0; i < kPagesAhead && memory.num_exact > 0; i++)
+    memory.upcoming[i] = static_cast<const uint8_t*>(page_of(row, memory.exact[0]).exact.keys) + i * piece;
   for_each_sketch(row, memory, kLogitsBySketch, logits_by_sketch<2, 1>, logits_by_sketch<8, 1>);
   for (int i = 0; i < memory.num_exact; i++) {
     const bool last = i + 1 == memory.num_exact;
@@ -620,9 +641,8 @@ void sum_up(const TieredRow& row, float norm) {
   const TieredState& state = row.state;
   const int stride = state.page_stride;
   // From here on the costs are the norms of what is left out.
-  for (int page = 0; page < stride; page++) state.costs[page] = 0.0f;
-  for (int page = 0; page < row.num_pages; page++)
-    if (state.service[page].left_out) state.costs[page] = state.nu[page];
+  for (int page = row.num_pages; page < stride; page++) state.costs[page] = 0.0f;
+  for (int page = 0; page < row.num_pages; page++) state.costs[page] = state.nu[page] * float(state.service[page].left_out);
   TieredOutcome outcome{};
   for (int h = 0; h < row.shape.group; h++) {
     Vec skipped = broadcast(0.0f), variance = skipped;
@@ -674,28 +694,32 @@ VERA_INLINE float* partial_of(const TieredRow& row, int page) {
   return row.state.partials + span * ptrdiff_t(tiered_partial_floats(row.shape));
 }
 
-// A page's weights times the steps of its tokens, rounded.
-template <int kBits, int H, int kVectors>
-VERA_INLINE void fold_weights(const TieredRow& row, int page, int head, Unrounded<H, kVectors> unrounded, const Folded& folded) {
-  const int page_size = row.shape.page_size;
-  const Half* steps = halves(page_of(row, page).sketch.values);
+// The largest of the factors of a page's values, which are the weights times the steps of the tokens.
+template <int H>
+VERA_INLINE void find_weight_factors(const uint8_t* part, const float* weights, int page_size, const Folded& folded) {
+  const Half* steps = halves(part);
+  Vec tops[H];
+  for (int h = 0; h < H; h++) tops[h] = broadcast(0.0f);
+  for (int t = 0; t < page_size; t += kWidth) {
+    const Vec step = load(steps + t);
+    for (int h = 0; h < H; h++) tops[h] = larger(tops[h], load(weights + h * page_size + t) * step);
+  }
+  store_all_maxima(tops, folded.scales);
+}
+
+template <int kBits, int H>
+VERA_INLINE void round_weight_factors(const uint8_t* part, const float* weights, int page_size, const Folded& folded) {
+  const Half* steps = halves(part);
   const Half* mids = steps + page_size;
-  const float* weights = weights_of(row, page, head);
-  Vec tops[H], offsets[H];
-  for (int h = 0; h < H; h++) tops[h] = offsets[h] = broadcast(0.0f);
-  const int vectors = kVectors == 0 ? page_size / kWidth : kVectors;
-#pragma GCC unroll 8
-  for (int i = 0; i < (kVectors == 0 ? vectors : kVectors); i++) {
+  round_factors<kBits, H>(page_size / kWidth, folded, [=](int i, Vec(&factors)[H], Vec(&offsets)[H]) {
     const Vec step = load(steps + i * kWidth), mid = load(mids + i * kWidth);
 #pragma GCC unroll 8
     for (int h = 0; h < H; h++) {
-      const Vec weight = load(weights + h * page_size + i * kWidth), factor = weight * step;
-      unrounded.put(h, i, factor);
-      tops[h] = larger(tops[h], factor);
+      const Vec weight = load(weights + h * page_size + i * kWidth);
+      factors[h] = weight * step;
       offsets[h] = fma(weight, mid, offsets[h]);
     }
-  }
-  round_factors<kBits>(unrounded, vectors, tops, offsets, folded);
+  });
 }
 
 template <int kBits, int H, int V>
@@ -721,12 +745,16 @@ void values_by_sketch(const TieredRow& row, const Memory& memory, int begin, int
   const int end = least(begin + kFoldedPages, memory.num_by_sketch), head_bytes = 4 * shape.page_size;
   const auto value_part = [&](int page) { return page_of(row, page).sketch.values; };
   for (int i = begin; i < end; i++) {
-    prefetch_bytes(after(memory, i, value_part(list[i]), value_part), head_bytes);
-    if (kHeldVectors<H> * kWidth == shape.page_size)
-      fold_weights<kBits>(row, list[i], head, Unrounded<H, kHeldVectors<H>>{}, memory.folded(i - begin));
-    else
-      fold_weights<kBits>(row, list[i], head, Unrounded<H, 0>{memory.unrounded}, memory.folded(i - begin));
+    const uint8_t* part = value_part(list[i]);
+    prefetch_bytes(after(memory, i, part, value_part), head_bytes);
+    with_page_size(shape, [&](auto page_size) {
+      find_weight_factors<H>(part, weights_of(row, list[i], head), page_size, memory.folded(i - begin));
+    });
   }
+  for (int i = begin; i < end; i++)
+    with_page_size(shape, [&](auto page_size) {
+      round_weight_factors<kBits, H>(value_part(list[i]), weights_of(row, list[i], head), page_size, memory.folded(i - begin));
+    });
   for (int i = begin; i < end; i++) {
     const uint8_t* part = value_part(list[i]);
     float* partial = partial_of(row, list[i]);
@@ -785,19 +813,15 @@ void values(const TieredRow& row, int first, int end) {
   for (ptrdiff_t i = first * partial_floats; i < end * partial_floats; i++) row.state.partials[i] = 0.0f;
   for (int page = first * pages_of_span; page < least(end * pages_of_span, row.num_pages); page++) {
     const PageService& service = row.state.service[page];
-    if (service.left_out) continue;
-    if (service.by_sketch)
-      memory.by_sketch[memory.num_by_sketch++] = page;
-    else
-      memory.exact[memory.num_exact++] = page;
+    memory.list(page, service.by_sketch & !service.left_out, !service.by_sketch & !service.left_out);
   }
-  for (int page = 0, found = 0; page < row.num_next_pages && found < kFoldedPages; page++) {
+  for (int page = 0, found = 0; page < row.num_next_pages && found < kPagesAhead; page++) {
     const TieredPage& next = row.next_pages[page * row.page_stride];
     if (is_read_by_sketch(next, false)) memory.upcoming[found++] = next.sketch.keys;
   }
   // Which values are read was not known before now: the first ones by sketch are fetched while the exact ones are worked on.
   const int part_bytes = int(value_part_bytes(row.shape.page_size, row.shape.head_dim, row.sketch_bits));
-  const int fetched = least(memory.num_by_sketch, kFoldedPages);
+  const int fetched = least(memory.num_by_sketch, kPagesAhead);
   for (int i = 0; i < most(memory.num_exact, fetched); i++) {
     if (i < fetched) prefetch_bytes(page_of(row, memory.by_sketch[i]).sketch.values, part_bytes);
     if (i >= memory.num_exact) continue;
