@@ -126,6 +126,28 @@ class CacheConfig(_Config):
         return lines
 
 
+LIVE_SETTINGS = frozenset(
+    {
+        "fidelity",
+        "attention_tolerance",
+        "hot_score_threshold",
+        "hot_max_share",
+        "recalibrate_every",
+        "min_context",
+        "cold_drop_step",
+        "recompute_target",
+        "recompute_budget",
+        "recompute_time_share",
+        "skip_share",
+    }
+)
+"""Cache settings that can change while an engine runs; the others shape memory that is set aside once. `recompute_budget` may not
+pass the value that the engine was made with."""
+
+STORE_SETTINGS = frozenset({"cold_drop_step", "recompute_target", "recompute_budget", "recompute_time_share", "skip_share"})
+"""Those of them that concern the cache as a whole, and not one sequence."""
+
+
 def _adaptive_fields() -> list[Field[Any]]:
     """The settings of an adaptive cache alone: those from `hot_score_threshold` on."""
     settings = list(fields(CacheConfig))

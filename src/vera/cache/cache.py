@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from vera.cache.pool import CacheShape, Integers, PagePool
 from vera.cache.recompute import BlockOf, Costs, RecomputeTrigger, RestorePass
 from vera.cache.sequence import PROBE_TOKENS, CacheUse, Sequence, Span
 from vera.cache.tiers import TierTables, block_overhead_bytes
-from vera.config import FIDELITIES, CacheConfig
+from vera.config import FIDELITIES, LIVE_SETTINGS, CacheConfig
 from vera.errors import ConfigError
 
 _LAYOUT_VERSION = "vera-pages-1"
@@ -91,6 +91,7 @@ class AdaptiveCache:
         self.blocks = Blocks(self.pool.num_blocks)
         self._inexact = np.zeros(self.pool.num_blocks, dtype=np.bool_)
         """Sealed blocks whose keys and values were computed within bounds, or over such ones."""
+        self._made_with = config
         self._sequences: dict[str, Sequence] = {}
         self._salt = self._salt_of(identity)
         self._number = 0
@@ -126,9 +127,33 @@ class AdaptiveCache:
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
-    def longest_sequence(self, fidelity: str | None = None) -> int:
+    def change_settings(self, config: CacheConfig) -> None:
+        """Serves what comes with other settings; running sequences keep theirs, but for those that concern all together.
+
+        Raises ConfigError for a change that a running cache cannot make.
+        """
+        self.check_settings(config)
+        self.config = config
+        self.trigger.limit(config.recompute_budget, time_share=config.recompute_time_share)
+        if self._keeper is not None:
+            self._keeper.change_settings(config)
+
+    def check_settings(self, config: CacheConfig) -> None:
+        """Raises ConfigError if the cache would have to be made anew for these settings."""
+        fixed = [f.name for f in fields(CacheConfig) if f.name not in LIVE_SETTINGS]
+        if changed := [name for name in fixed if getattr(config, name) != getattr(self._made_with, name)]:
+            told = ", ".join(f"{name}={getattr(self._made_with, name)!r} to {getattr(config, name)!r}" for name in changed)
+            raise ConfigError(f"a running cache cannot change {told}; make a new one with these settings")
+        if config.recompute_budget > self._made_with.recompute_budget:
+            raise ConfigError(
+                f"recompute_budget={config.recompute_budget} is above the {self._made_with.recompute_budget} that this cache has "
+                "set room aside for; lower it, or make a new cache with it"
+            )
+
+    def longest_sequence(self, fidelity: str | None = None, settings: CacheConfig | None = None) -> int:
         """Tokens of the longest sequence that fits when it runs alone, at a fidelity (None: that of the settings)."""
-        state = self._new_state(self.config.min_context + 1, reuse=False, fidelity=fidelity, tolerance=None)
+        tokens = (settings or self.config).min_context + 1
+        state = self._new_state(tokens, reuse=False, fidelity=fidelity, tolerance=None, settings=settings)
         exact = self._exact_blocks_alone()
         if not state.tiered:
             return exact * self.config.page_size
@@ -179,7 +204,7 @@ class AdaptiveCache:
 
     def num_tokens_reusable(self, token_ids: Listing[int]) -> int:
         """How many of these tokens a new sequence would find in the cache now."""
-        return len(self._find(token_ids, exactly=self._is_short(len(token_ids)))) * self.config.page_size
+        return len(self._find(token_ids, exactly=self._is_short(len(token_ids), self.config))) * self.config.page_size
 
     def use(self, sequence: str) -> CacheUse:
         """What the cache did for a running sequence so far."""
@@ -220,17 +245,18 @@ class AdaptiveCache:
         reuse: bool = True,
         fidelity: str | None = None,
         tolerance: float | None = None,
+        settings: CacheConfig | None = None,
         use: CacheUse | None = None,
     ) -> int | None:
         """Takes in a sequence and finds room for all of `token_ids`; returns how many of them are in the cache already.
 
         Always leaves at least one token to compute, because logits come from computing. `headroom` exact blocks must stay
         available beyond the need. With `reuse` off nothing is looked up (prompt log-probabilities need every position).
-        `fidelity` and `tolerance` take the place of the settings'; `use` is the account to go on with. None: no room, nothing
-        changed.
+        `settings`, which `check_settings` has let pass, take the place of the cache's own, `fidelity` and `tolerance` that of
+        theirs; `use` is the account to go on with. None: no room, nothing changed.
         """
         assert sequence not in self._sequences
-        state = self._new_state(len(token_ids), reuse=reuse, fidelity=fidelity, tolerance=tolerance)
+        state = self._new_state(len(token_ids), reuse=reuse, fidelity=fidelity, tolerance=tolerance, settings=settings)
         found: list[int] = []
         if state.reuse:
             extend_hashes(state.hashes, self._salt, token_ids, self.config.page_size)
@@ -268,9 +294,10 @@ class AdaptiveCache:
         headroom: int = 0,
         reuse: bool = True,
         fidelity: str | None = None,
+        settings: CacheConfig | None = None,
     ) -> bool:
         """Whether `admit` would succeed if the sequences `without` were released. Changes nothing."""
-        state = self._new_state(len(token_ids), reuse=reuse, fidelity=fidelity, tolerance=None)
+        state = self._new_state(len(token_ids), reuse=reuse, fidelity=fidelity, tolerance=None, settings=settings)
         shares = np.zeros_like(self.blocks.owners)
         for name in without:
             np.add.at(shares, self._sequences[name].block_ids, 1)
@@ -349,7 +376,7 @@ class AdaptiveCache:
         if not source.bounded and self.tables.lacks_exact_pages(fresh).any():
             self._give_back(fresh)
             return False
-        state = Sequence(number=self._next_number(), reuse=False, use=use or CacheUse())
+        state = Sequence(number=self._next_number(), settings=source.settings, reuse=False, use=use or CacheUse())
         state.exact_tokens = source.exact_tokens
         state.fidelity, state.tolerance, state.tiered = source.fidelity, source.tolerance, source.tiered
         state.prompt_tokens, state.num_computed = source.prompt_tokens, source.num_computed
@@ -396,7 +423,7 @@ class AdaptiveCache:
         if state.exact_tokens >= state.num_computed:
             state.exact_tokens = state.num_computed if fidelity == "bounded" else _ALL
         state.fidelity = fidelity
-        state.tiered = self._may_be_tiered(fidelity, len(state.blocks) * self.config.page_size)
+        state.tiered = self._may_be_tiered(fidelity, len(state.blocks) * self.config.page_size, state.settings)
         if state.tiered and self._keeper is not None:
             self._keeper.begin(state)
         return True
@@ -562,31 +589,40 @@ class AdaptiveCache:
 
     # -- details: admission --------------------------------------------------------------------------------------------
 
-    def _new_state(self, num_tokens: int, *, reuse: bool, fidelity: str | None, tolerance: float | None) -> Sequence:
-        fidelity = fidelity or self.config.fidelity
+    def _new_state(
+        self,
+        num_tokens: int,
+        *,
+        reuse: bool,
+        fidelity: str | None,
+        tolerance: float | None,
+        settings: CacheConfig | None = None,
+    ) -> Sequence:
+        settings = settings or self.config
+        fidelity = fidelity or settings.fidelity
         _check_fidelity(fidelity)
-        state = Sequence(number=self._next_number(), reuse=reuse and self.config.prefix_reuse, fidelity=fidelity)
-        state.tolerance = self.config.attention_tolerance if tolerance is None else tolerance
+        state = Sequence(self._next_number(), settings, reuse and settings.prefix_reuse, fidelity)
+        state.tolerance = settings.attention_tolerance if tolerance is None else tolerance
         state.prompt_tokens = num_tokens
-        state.tiered = self._may_be_tiered(fidelity, num_tokens)
+        state.tiered = self._may_be_tiered(fidelity, num_tokens, settings)
         return state
 
     def _next_number(self) -> int:
         self._number += 1
         return self._number
 
-    def _may_be_tiered(self, fidelity: str, num_tokens: int) -> bool:
-        if not self.adaptive or fidelity == "native" or self._is_short(num_tokens):
+    def _may_be_tiered(self, fidelity: str, num_tokens: int, settings: CacheConfig) -> bool:
+        if not self.adaptive or fidelity == "native" or self._is_short(num_tokens, settings):
             return False
         return fidelity == "bounded" or self.tables.warm is not None
 
-    def _is_short(self, num_tokens: int) -> bool:
+    def _is_short(self, num_tokens: int, settings: CacheConfig) -> bool:
         exact = self._exact_blocks_alone() * self.config.page_size
-        return num_tokens <= min(self.config.min_context, exact)
+        return num_tokens <= min(settings.min_context, exact)
 
     def _become_tiered(self, state: Sequence, num_tokens: int) -> None:
         """A sequence that has grown beyond `min_context` may be demoted from now on."""
-        if self.adaptive and not state.tiered and self._may_be_tiered(state.fidelity, num_tokens):
+        if self.adaptive and not state.tiered and self._may_be_tiered(state.fidelity, num_tokens, state.settings):
             state.tiered = True
             if state.bounded:
                 state.exact_tokens = min(state.exact_tokens, state.num_computed)
@@ -645,7 +681,7 @@ class AdaptiveCache:
         return (
             pinned * self.pool.block_bytes
             + tiered * self.pool.sketch_bytes
-            + int(self.config.hot_max_share * tiered) * self.pool.block_bytes
+            + int(state.settings.hot_max_share * tiered) * self.pool.block_bytes
             + windowed * self.pool.page_bytes
         )
 

@@ -152,6 +152,11 @@ class Housekeeper:
         self._steps_at_last_scan = 0
         self._unsketchable: set[int] = set()
 
+    def change_settings(self, config: CacheConfig) -> None:
+        """Takes other settings for what concerns all sequences together."""
+        self._config = config
+        self.controller.retarget(config.recompute_target, cold_drop_step=config.cold_drop_step)
+
     # -- sequences come and go -----------------------------------------------------------------------------------------
 
     def begin(self, state: Sequence) -> None:
@@ -292,7 +297,7 @@ class Housekeeper:
         """Pages of a sequence's tiered blocks that may be hot; those of its first block do not count."""
         pages = int(self._tables.tierable.sum())
         pinned = pages if self._tables.sketch_unit[state.blocks[0]] >= 0 else 0
-        return int(self._config.hot_max_share * tiered_blocks * pages) + pinned
+        return int(state.settings.hot_max_share * tiered_blocks * pages) + pinned
 
     def _cool(self, pages: Integers) -> int:
         """Pages whose slot is their only exact copy stay hot while somebody reads them exactly."""
@@ -380,7 +385,7 @@ class Housekeeper:
         blocks = len(state.blocks)
         masses = self.masses[state.row, :, :, :blocks].numpy()
         contribution = relative_masses(masses, state.rows_seen)[:, :, index]
-        hot: NDArray[np.bool_] = contribution / (1 + contribution) >= self._config.hot_score_threshold
+        hot: NDArray[np.bool_] = contribution / (1 + contribution) >= state.settings.hot_score_threshold
         return hot
 
     def demote_idle(self, block: int) -> bool:
@@ -476,7 +481,7 @@ class Housekeeper:
                 self.recalibrate(state)
         for state in decoding:
             generated = state.num_computed - state.prompt_tokens
-            if left > 0 and state.rows_seen and due(generated, self._config.recalibrate_every, state.number):
+            if left > 0 and state.rows_seen and due(generated, state.settings.recalibrate_every, state.number):
                 self.recalibrate(state)
                 left -= 1
 
@@ -509,7 +514,7 @@ class Housekeeper:
         moves = promotions_and_demotions(
             scores + pinned,
             hot,
-            threshold=self._config.hot_score_threshold,
+            threshold=state.settings.hot_score_threshold,
             max_hot=self._max_hot(state, len(tiered)),
             hysteresis=HYSTERESIS,
         )

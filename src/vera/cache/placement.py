@@ -96,15 +96,20 @@ class RecomputeController:
 
     def __init__(self, target: tuple[float, float], *, max_cold_share: float, cold_drop_step: int) -> None:
         """`target`: the band, two shares. `cold_drop_step`: decode steps, of all sequences together, between two moves."""
-        self._low, self._high = target
-        assert 0 <= self._low < self._high <= 1 and 0 <= max_cold_share <= 1 and cold_drop_step >= 1
+        assert 0 <= max_cold_share <= 1
+        self.retarget(target, cold_drop_step=cold_drop_step)
         self.cold_limit = min(self._START, max_cold_share)
         """Share of the units that may be cold, from 0 to `max_cold_share`."""
-        self.factor = min(self._MAX_FACTOR, math.sqrt(self._high / self._low)) if self._low else self._MAX_FACTOR
         self._max_cold_share = max_cold_share
-        self._cold_drop_step = cold_drop_step
         self._decode_steps = 0
         self._recompute_steps = 0
+
+    def retarget(self, target: tuple[float, float], *, cold_drop_step: int) -> None:
+        """Takes another band and another distance between moves; the limit stays where it is."""
+        assert 0 <= target[0] < target[1] <= 1 and cold_drop_step >= 1
+        self._low, self._high = target
+        self.factor = min(self._MAX_FACTOR, math.sqrt(self._high / self._low)) if self._low else self._MAX_FACTOR
+        self._cold_drop_step = cold_drop_step
 
     def observe(self, decode_steps: int, recompute_steps: int, *, num_units: int, num_cold: int, short: bool) -> None:
         """Moves the limit if `cold_drop_step` decode steps have passed since it was last looked at.

@@ -51,7 +51,8 @@ class RecomputeTrigger:
     """
 
     def __init__(self, budget: int, window_layers: int, num_layers: int, *, time_share: float = 1.0) -> None:
-        """`budget`: most blocks that one step restores. `time_share`: most of the time that restores take; 1: no such limit."""
+        """`budget`: most blocks that one step restores. `time_share`: most of the time that restores take; 0: none
+        is made; 1: no such limit."""
         self._budget = budget
         self._window_layers = window_layers
         self._num_layers = num_layers
@@ -63,6 +64,10 @@ class RecomputeTrigger:
         self._block_seconds = 0.0
         """What one block took last; 0 before the first."""
         self._pending: dict[int, _Waiting] = {}
+
+    def limit(self, budget: int, *, time_share: float) -> None:
+        """Takes another budget and share, from the next step on."""
+        self._budget, self._time_share = budget, time_share
 
     def begin_step(self, *, can_keep: bool) -> list[tuple[BlockOf, int]]:
         """A new step with a new budget. Returns the blocks to restore before it, and the layer that each was hit in last.
@@ -112,7 +117,7 @@ class RecomputeTrigger:
         """How many blocks may be restored now."""
         if self._time_share >= 1:
             return self._left
-        if self._saved_seconds < 0:
+        if self._saved_seconds < 0 or not self._time_share:
             return 0
         if not self._block_seconds:  # the first one shows what it takes
             return min(self._left, 1) if self._left == self._budget else 0

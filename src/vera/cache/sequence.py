@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from vera.config import CacheConfig
+
 PROBE_TOKENS = 64
 """The last tokens of a prompt whose attention to every page is recorded, as if they had been decoded: where heat comes from."""
 
@@ -44,6 +46,8 @@ class Sequence:
 
     number: int
     """Counts up; tells sequences apart where the name is of no use."""
+    settings: CacheConfig
+    """Those that the sequence was admitted with; it keeps them to its end."""
     reuse: bool
     fidelity: str = "native"
     tolerance: float = 0.0

@@ -16,7 +16,7 @@ import torch
 
 from vera.attention import make_backend
 from vera.cache import AdaptiveCache, CacheShape
-from vera.config import FIDELITIES, EngineConfig, environment_warnings
+from vera.config import FIDELITIES, CacheConfig, EngineConfig, environment_warnings
 from vera.engine.audit import Auditor
 from vera.engine.request import FinishReason, Request, Status, Update
 from vera.engine.restore import Restorer
@@ -131,11 +131,13 @@ class Engine:
         arrived_at: float | None = None,
         fidelity: str | None = None,
         attention_tolerance: float | None = None,
+        cache_settings: CacheConfig | None = None,
     ) -> str:
         """Queues one answer (`params.n` must be 1; see `SamplingParams.answers`) and returns its id.
 
         Lower `priority` runs first. `arrived_at`, by `clock`, is when the caller got the request, if that is not now. `fidelity`
-        (native, bounded or exact) and `attention_tolerance` take the place of the cache's settings. Raises
+        (native, bounded or exact) and `attention_tolerance` take the place of the cache's settings, and so do `cache_settings`,
+        of which the request keeps those that concern it alone to its end. Raises
         RequestError for what cannot be honoured, RequestTooLong for what can never fit, CapacityError when too many wait; none
         of them disturbs the other requests.
         """
@@ -146,13 +148,15 @@ class Engine:
         self._check_terms(request_id, priority, timeout_seconds)
         self._check_fidelity(fidelity, attention_tolerance)
         wanted = params.max_tokens or max(1, params.min_tokens)
-        longest = self._check_room(len(prompt) + wanted, fidelity)
+        settings = cache_settings or self.cache.config
+        self.cache.check_settings(settings)
+        longest = self._check_room(len(prompt) + wanted, fidelity, settings)
         if self.num_waiting >= self.config.max_waiting:
             raise CapacityError(f"{self.config.max_waiting} requests are waiting already; try later or raise max_waiting")
         request = self._new_request(request_id, arrival, prompt, params)
         request.max_tokens = min(request.max_tokens, longest - len(prompt))
         request.priority = priority
-        request.fidelity, request.attention_tolerance = fidelity, attention_tolerance
+        request.fidelity, request.attention_tolerance, request.cache_settings = fidelity, attention_tolerance, settings
         request.arrived_at = request.arrived_at if arrived_at is None else arrived_at
         if timeout_seconds is not None:
             request.deadline = request.arrived_at + timeout_seconds
@@ -256,6 +260,7 @@ class Engine:
         copy_id = f"{request_id}-copy-{arrival}"
         copy = self._new_request(copy_id, arrival, source.prompt_token_ids, replace(source.params, seed=source.row.seed))
         copy.fidelity, copy.attention_tolerance = source.fidelity, source.attention_tolerance
+        copy.cache_settings = source.cache_settings
         if source.status is not Status.RUNNING or not self.cache.duplicate(request_id, copy_id, use=copy.cache_use):
             raise CapacityError(f"{request_id} is not running, or {len(source.token_ids)} tokens more do not fit the cache")
         copy.token_ids += source.output_token_ids
@@ -278,7 +283,7 @@ class Engine:
         self._check_fidelity(fidelity, None)
         if (request := self._requests.get(request_id)) is None:
             raise RequestError(f"there is no request {request_id!r} running or waiting")
-        self._check_room(len(request.prompt_token_ids) + request.max_tokens, fidelity)
+        self._check_room(len(request.prompt_token_ids) + request.max_tokens, fidelity, request.cache_settings)
         request.fidelity = fidelity
         if request.status is not Status.RUNNING:
             return
@@ -289,6 +294,14 @@ class Engine:
             return
         if not (self._restorer.restore_all(request_id) and self.cache.set_fidelity(request_id, fidelity)):
             self._scheduler.preempt(request)
+
+    def set_cache_settings(self, settings: CacheConfig) -> None:
+        """Serves requests that come from now on with other settings; those that came before keep theirs, and lose nothing.
+
+        What concerns the cache as a whole (`vera.config.STORE_SETTINGS`) changes at once. Raises ConfigError, with nothing
+        changed, for what a running cache cannot change.
+        """
+        self.cache.change_settings(settings)
 
     def replace_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Puts other weights under the same architecture. What the cache holds belongs to the old ones and is dropped.
@@ -355,9 +368,9 @@ class Engine:
             asked = f"fidelity={fidelity!r}" if fidelity not in (None, "native") else f"attention_tolerance={tolerance}"
             raise RequestError(f"{asked} needs an adaptive cache, and this engine's is native; make it with cache='adaptive'")
 
-    def _check_room(self, num_tokens: int, fidelity: str | None) -> int:
+    def _check_room(self, num_tokens: int, fidelity: str | None, settings: CacheConfig | None) -> int:
         """The longest sequence at this fidelity: one that asks for more exactness may need more room than there will ever be."""
-        longest = min(self.max_model_len, self.cache.longest_sequence(fidelity))
+        longest = min(self.max_model_len, self.cache.longest_sequence(fidelity, settings))
         if num_tokens > longest:
             raise RequestTooLong(
                 f"{num_tokens} tokens at fidelity {fidelity!r} are above the {longest} that the cache holds so; "
@@ -472,6 +485,7 @@ class Engine:
         stats, sizes = self.stats, [chunk.stop - chunk.start for chunk in chunks]
         stats.steps += 1
         stats.preemptions = self._scheduler.num_preemptions
+        stats.prompt_tokens, stats.cached_tokens = self._scheduler.num_prompt_tokens, self._scheduler.num_cached_tokens
         if max(sizes) > 1:
             stats.prefill_tokens += sum(sizes)
             stats.prefill_seconds += times.total
@@ -483,8 +497,6 @@ class Engine:
         stats = self.stats
         stats.generated_tokens += 1
         if request.last_token_at is None:
-            stats.prompt_tokens += len(request.prompt_token_ids)
-            stats.cached_tokens += request.num_cached or 0
             stats.time_to_first_token_seconds.append(now - request.arrived_at)
         else:
             stats.inter_token_seconds.append(now - request.last_token_at)

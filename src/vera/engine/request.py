@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from vera.cache import CacheUse
+from vera.config import CacheConfig
 from vera.engine.sampler import SamplingRow, TokenLogprob
 from vera.engine.text import AnswerText
 from vera.sampling_params import SamplingParams
@@ -81,6 +82,8 @@ class Request:
     fidelity: str | None = None
     """How an adaptive cache serves it: native, bounded or exact. None: as the cache's settings say."""
     attention_tolerance: float | None = None
+    cache_settings: CacheConfig | None = None
+    """Those that serve it, to its end. None: the cache's own, as they are when it is admitted."""
     """None: that of the cache's settings."""
     cache_use: CacheUse = field(default_factory=CacheUse)
     """What the cache did for it so far; the cache writes it, over preemptions too."""

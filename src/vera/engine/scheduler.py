@@ -41,6 +41,10 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        """Of the requests that were admitted, each counted when it first was."""
+        self.num_cached_tokens = 0
+        """Those of them that were found in the cache then."""
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda r: r.rank)
@@ -135,6 +139,8 @@ class Scheduler:
         request.num_computed = cached
         if request.num_cached is None:
             request.num_cached = cached
+            self.num_prompt_tokens += len(request.prompt_token_ids)
+            self.num_cached_tokens += cached
         self.start(request)
         return True
 
@@ -149,6 +155,7 @@ class Scheduler:
             reuse=_may_reuse(request),
             fidelity=request.fidelity,
             tolerance=request.attention_tolerance,
+            settings=request.cache_settings,
             use=request.cache_use,
         )
 
@@ -157,7 +164,12 @@ class Scheduler:
         ids = [other.id for other in without]
         headroom = len(self.running) - len(without)
         return self._cache.would_fit(
-            request.token_ids, without=ids, headroom=headroom, reuse=_may_reuse(request), fidelity=request.fidelity
+            request.token_ids,
+            without=ids,
+            headroom=headroom,
+            reuse=_may_reuse(request),
+            fidelity=request.fidelity,
+            settings=request.cache_settings,
         )
 
     def _give_way(self, request: Request, plan: _Plan) -> None:

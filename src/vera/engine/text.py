@@ -49,9 +49,9 @@ def encode_prompt(
 ) -> list[int]:
     """The token ids of one prompt.
 
-    Text becomes what the tokenizer makes of it by default (a BOS token if it adds one, unless `add_special_tokens` is False); token
-    ids are taken as they are, after a check against the model's `vocab_size` if that is given. Raises RequestError for an empty prompt, ids outside the
-    vocabulary, and text without a tokenizer.
+    Text becomes what the tokenizer makes of it by default (a BOS token if it adds one, unless `add_special_tokens` is False);
+    token ids are taken as they are, after a check against the model's `vocab_size` if that is given. Raises RequestError for an
+    empty prompt, ids outside the vocabulary, and text without a tokenizer.
     """
     if not isinstance(prompt, str):
         return _check_token_ids(prompt, vocab_size)
