@@ -9,6 +9,9 @@
     ├── RequestError        one request cannot be honoured; the engine goes on with the others
     │   └── RequestTooLong      it can never fit the context or the cache
     ├── CapacityError       the cache ceiling is too small, or memory ran out
+    ├── ParamsError         parameter versions and rollouts: what was asked for cannot be done as things stand
+    │   ├── UnknownVersion      there is no such profile or version
+    │   └── StoreError          the store's file cannot be read, written or trusted
     └── EngineStopped       the engine was closed, or its loop died
 
 Every message names the value, the limit and the way out. A broken invariant of our own is an `assert`, never one of these.
@@ -49,6 +52,18 @@ class RequestTooLong(RequestError):
 
 class CapacityError(VeraError):
     """The cache ceiling is too small for one sequence, or the memory for it cannot be had."""
+
+
+class ParamsError(VeraError):
+    """What was asked of parameter versions or a rollout cannot be done as things stand; nothing was changed."""
+
+
+class UnknownVersion(ParamsError):
+    """There is no such profile, or no such version of it."""
+
+
+class StoreError(ParamsError):
+    """The store of parameter versions cannot be read, written or trusted."""
 
 
 class EngineStopped(VeraError):
