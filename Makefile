@@ -17,7 +17,8 @@ demo: $(READY)
 test: $(READY)
 	$(PY) -m pytest -m "not bench and not soak"
 
-# Long random lives of the adaptive cache, and its tests on the reference backend.
+# Long random lives of the adaptive cache and its tests on the reference backend; twenty minutes of fuzzing and ten of load on the server
+# (SCHEMA_SECONDS, LOAD_SECONDS shorten them). LM_EVAL=path/to/lm_eval with -m bench runs lm-eval's client.
 soak: $(READY)
 	$(PY) -m pytest -m soak
 

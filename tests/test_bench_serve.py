@@ -314,6 +314,26 @@ def test_a_server_that_is_starting_is_waited_for():
     assert _run(answer, num_warmups=1, ready_check_timeout_sec=10)["completed"] == 4
 
 
+@pytest.mark.parametrize("num_warmups", [0, 1])
+def test_a_silent_server_is_not_waited_for_longer_than_told(num_warmups):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are taken, and nobody answers them
+        bench = _bench(
+            f"http://127.0.0.1:{silent.getsockname()[1]}",
+            target={"model": "m"},
+            num_warmups=num_warmups,
+            ready_check_timeout_sec=0.3,
+        )
+        start = time.monotonic()
+        with pytest.raises(VeraError, match=r"not ready within 0\.3 s: nothing came back"):
+            run_serve(bench)
+        assert time.monotonic() - start < 5
+
+
+def test_a_server_that_never_gets_ready_is_told_with_its_last_word():
+    with pytest.raises(VeraError, match=r"not ready within 0\.3 s: .*Cannot connect"):
+        run_serve(_bench(f"http://127.0.0.1:{_free_port()}", target={"model": "m"}, ready_check_timeout_sec=0.3))
+
+
 def test_messages_need_the_chat_backend(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}\n')

@@ -620,3 +620,18 @@ def test_closed_engine_says_so():
     engine.close()
     with pytest.raises(EngineStopped, match="closed"):
         engine.add_request(prompt_of(5), greedy(1))
+
+
+def test_prompt_counts_once_when_it_is_admitted_even_if_no_token_comes_of_it():
+    engine = make_engine(max_batch_tokens=16)
+    answer(engine, prompt_of(64), greedy(1))
+    known = engine.add_request(prompt_of(64) + prompt_of(50, 1), greedy(1))
+    engine.step()
+    new = engine.add_request(prompt_of(100, 2), greedy(1))
+    engine.step()
+    assert engine.abort(known)
+    engine.step()
+    assert engine.abort(new)
+    finish(engine)
+    assert engine.stats.generated_tokens == 1
+    assert (engine.stats.prompt_tokens, engine.stats.cached_tokens) == (64 + 114 + 100, 64)

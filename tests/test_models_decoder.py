@@ -6,7 +6,7 @@ from torch import nn
 
 from tiny_models import tiny_model
 from vera.errors import UnsupportedModel
-from vera.models import adopt_model, decoder
+from vera.models import adopt_model, decoder, linear
 from vera.models.dense import DenseAttention
 from vera.models.linear import MAX_ROWS
 from vera.models.narrow import narrow
@@ -54,14 +54,15 @@ def own_logits(model, rows):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 33, MAX_ROWS])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 33, MAX_ROWS, 127, 128, 129, 300])
 def test_results_are_those_of_transformers_forward(family, rows, calls):
     model = adopt_model(tiny_model(family))
     calls.clear()
     expected = own_logits(model, rows)
     assert calls == []
     assert (logits(model, rows) - expected).abs().max() < 2e-5
-    assert calls == ["before_attention", "after_attention"] * LAYERS
+    turns = -(-rows // 128)
+    assert calls == (["before_attention"] * turns + ["after_attention"] * turns) * LAYERS
 
 
 @pytest.mark.parametrize("overrides", [{"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4}, {"head_dim": 24}])
@@ -101,8 +102,9 @@ def test_a_row_s_result_is_the_same_in_every_batch():
         assert torch.equal(first_tokens(torch.tensor([row])), together[row : row + 1])
 
 
-def test_more_rows_are_left_to_transformers(calls):
+def test_more_rows_of_large_weights_are_left_to_transformers(calls, monkeypatch):
     model = adopt_model(tiny_model())
+    monkeypatch.setattr(linear, "MAX_CACHED_BYTES", 0)
     calls.clear()
     logits(model, MAX_ROWS + 1)
     assert calls == []
@@ -280,3 +282,21 @@ def test_layers_of_another_model_run_within_a_call():
 
     places = torch.arange(5)
     assert torch.equal(outer.forward(token_ids(5), places, places, attend), expected)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_layer_with_a_cache_of_transformers_own_is_left_to_it(name, calls, monkeypatch):
+    model, seen = adopt_model(tiny_model()), []
+    own = decoder.llama.LlamaDecoderLayer.forward
+
+    def forward(layer, hidden_states, **options):
+        seen.append(options.pop(name))
+        return own(layer, hidden_states, **options)
+
+    monkeypatch.setattr(decoder.llama.LlamaDecoderLayer, "forward", forward)
+    for layer in model.module.model.layers:
+        given = layer.forward
+        monkeypatch.setattr(layer, "forward", lambda *a, given=given, **options: given(*a, **{**options, name: "a cache"}))
+    calls.clear()
+    logits(model, 5)
+    assert seen == ["a cache"] * LAYERS and calls == []

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from vera.models.linear import MAX_ROWS, FewRowsLinear, speed_up_linear
+from vera.models.linear import MAX_ROWS, KernelLinear, speed_up_linear
 
 pytest.importorskip("vera._native")
 
@@ -92,4 +92,4 @@ def test_only_plain_float32_layers_are_changed():
 
     module = nn.Sequential(Own(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4))
     assert speed_up_linear(module) == 1
-    assert [type(layer) for layer in module] == [Own, nn.Linear, FewRowsLinear]
+    assert [type(layer) for layer in module] == [Own, nn.Linear, KernelLinear]

@@ -10,7 +10,7 @@ from tiny_models import families, save_tiny, tiny_model
 from vera.errors import BrokenModel
 from vera.models import adopt_model, load_model
 from vera.models.dense import DenseAttention
-from vera.models.linear import MAX_ROWS, FewRowsLinear, speed_up_linear
+from vera.models.linear import MAX_ROWS, KernelLinear, speed_up_linear
 from vera.models.narrow import NarrowEmbedding, holds_exactly, narrow, round_to_half, widen
 
 pytest.importorskip("vera._native")
@@ -175,8 +175,8 @@ def test_refused_weights_leave_narrow_ones_as_they_were(tmp_path):
 def test_a_model_whose_code_looks_at_what_a_weight_is_held_in_stays_wide(tmp_path, monkeypatch):
     stored(tmp_path)
     wide = logits(load_model(tmp_path, dtype="float32"))
-    project = FewRowsLinear.forward
-    monkeypatch.setattr(FewRowsLinear, "forward", lambda layer, x: project(layer, x.to(layer.weight.dtype).float()))
+    project = KernelLinear.forward
+    monkeypatch.setattr(KernelLinear, "forward", lambda layer, x: project(layer, x.to(layer.weight.dtype).float()))
     model = load_model(tmp_path)
     assert set(held_in(model).values()) == {torch.float32}
     assert torch.equal(logits(model), wide)

@@ -446,6 +446,11 @@ def test_restores_take_their_share_of_all_time_and_no_more():
     assert 0.17 <= restored * 0.05 / (400 * 0.1) <= 0.2
 
 
+def test_no_share_of_time_restores_nothing():
+    trigger = RecomputeTrigger(2, window_layers=2, num_layers=4, time_share=0.0)
+    assert [stepped(trigger, seconds=1.0, hits=[block_of(i)], block_seconds=0.05) for i in range(5)] == [[]] * 5
+
+
 def test_saved_time_is_worth_at_most_the_budget_of_a_step():
     trigger = RecomputeTrigger(2, window_layers=2, num_layers=4, time_share=0.1)
     stepped(trigger, seconds=1.0, hits=[block_of(0)], block_seconds=0.05)

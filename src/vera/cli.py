@@ -1,4 +1,4 @@
-"""The command line: `vera generate | chat | serve | demo | inspect | fidelity | bench | models`.
+"""The command line: `vera generate | chat | serve | check | demo | inspect | heat | fidelity | bench | models | params`.
 
 Answers and JSON go to stdout, everything else to stderr. Exit codes: 0 done, 1 it could not be done, 2 wrong usage.
 """
@@ -23,6 +23,7 @@ from rich.table import Table
 
 from vera.config import CacheConfig
 from vera.errors import ConfigError, RequestError, UnsupportedModel, VeraError
+from vera.params.commands import app as params_commands
 from vera.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ bench = typer.Typer(
     help="Measure this machine: every run in a process of its own, baselines in the same call.", no_args_is_help=True
 )
 app.add_typer(bench, name="bench")
+app.add_typer(params_commands, name="params")
 
 _stderr = Console(stderr=True)
 
@@ -191,7 +193,7 @@ def serve(
     cache_set: CacheSet = None,
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Most answers that run at the same time.")] = 16,
     max_batch_tokens: Annotated[int, typer.Option("--max-batch-tokens", help="Most new tokens a step computes.")] = 512,
-    max_waiting: Annotated[int, typer.Option("--max-waiting", help="Most answers that wait; more are refused with 429.")] = 512,
+    max_waiting: Annotated[int, typer.Option("--max-waiting", help="Most answers that wait; more are refused with 429.")] = 2048,
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", help="Longest prompt and answer in tokens; all that fits if not given.")
     ] = None,
@@ -243,6 +245,33 @@ def serve(
         return Engine(load_model(model), config)
 
     run_server(load, settings)
+
+
+@app.command()
+def check(
+    model: Annotated[
+        str | None, typer.Argument(help="A Hugging Face folder, a .gguf file, or `embedded`; that if it is installed.")
+    ] = None,
+    sequences: Annotated[int, typer.Option("--sequences", help="Answers that shall run at the same time.")] = 16,
+    context: Annotated[int | None, typer.Option("--context", help="Tokens of each; the model's context, if not given.")] = None,
+    warm_dir: Annotated[
+        Path | None, typer.Option("--warm-dir", help="Where a warm file would lie; the folder for temporary files if not given.")
+    ] = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at this machine and a model: what they have and do, and which cache and settings suit them.
+
+    Exit codes: 0 an adaptive cache suits, 1 Vera cannot serve this here, 2 wrong usage, 3 it can, but with a native cache.
+    """
+    with _status("looking at the machine") as tell:
+        from vera.check import draw_report, run_check
+
+        report = run_check(model, warm_dir=warm_dir, sequences=sequences, context=context, num_threads=threads, tell=tell)
+    draw_report(report, _stderr if as_json else Console())
+    if as_json:
+        _print_json(report.to_dict())
+    raise typer.Exit(report.advice.verdict.exit_code)
 
 
 @app.command()
@@ -308,6 +337,31 @@ def inspect_command(
         save_picture(inspection, png)
     if as_json:
         _print_json(inspection.to_dict())
+
+
+@app.command()
+def heat(
+    file: Annotated[
+        Path, typer.Argument(help="What `vera serve --heat-log FILE` writes; the files that it filled before come along.")
+    ],
+    last: Annotated[int | None, typer.Option("--last", min=1, help="Only so many recalibrations, the latest.")] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Draw into this file too; needs the extra `plots`.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """See how hot the pages of a server were: tiers and heat scores over time."""
+    from vera.heatlog.history import read_heat_log
+    from vera.heatlog.picture import save_history
+    from vera.heatlog.terminal import draw_history
+    from vera.inspection import check_picture
+
+    if png is not None:
+        check_picture(png)
+    history = read_heat_log(file, last=last)
+    draw_history(history, _stderr if as_json else Console())
+    if png is not None:
+        save_history(history, png)
+    if as_json:
+        _print_json(history.to_dict())
 
 
 @app.command()
@@ -616,13 +670,13 @@ def _llm(model: str, cache: CacheConfig, threads: int | None) -> LLM:
 
 
 @contextmanager
-def _status(text: str) -> Iterator[None]:
-    """Says what is going on, where a person is watching."""
+def _status(text: str) -> Iterator[Callable[[str], None]]:
+    """Says what is going on, where a person is watching; the callable takes what is next."""
     if _stderr.is_terminal:
-        with _stderr.status(text):
-            yield
+        with _stderr.status(text) as status:
+            yield status.update
     else:
-        yield
+        yield lambda _: None
 
 
 @contextmanager

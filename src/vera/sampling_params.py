@@ -26,7 +26,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides (multiplies, where negative) the logits of tokens in the prompt and the output (CTRL, eq. in section 4.1); > 0."""
+    """Divides (multiplies, where negative) the logits of tokens in the prompt and the output (CTRL, eq. in section 4.1); 0.01 to 100."""
     presence_penalty: float = 0.0
     """Subtracted once from the logits of tokens in the output, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -68,7 +68,7 @@ class SamplingParams:
         _integer("top_k", self.top_k, 0, None)
         _number("top_p", self.top_p, 0, 1, above=True)
         _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _integer("n", self.n, 1, MAX_N)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from servers import speaking_model
+from servers import running, speaking_engine, speaking_model
 
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -117,3 +117,21 @@ def test_tokenized_messages_are_what_a_chat_reads(server):
     messages = [{"role": "user", "content": "hello"}]
     count = server.post("/tokenize", {"messages": messages}).json()["count"]
     assert count == server.chat(messages, max_tokens=1)["usage"]["prompt_tokens"]
+
+
+def test_special_tokens_are_added_to_a_text_unless_it_says_no():
+    with running(lambda: speaking_engine(speaking_model(add_bos=True))) as server:
+        for path_options in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            count = server.post("/tokenize", {"prompt": "hello", **path_options}).json()["count"]
+            assert count == server.complete("hello", max_tokens=1, **path_options)["usage"]["prompt_tokens"]
+        added = server.complete("hello", max_tokens=1)["usage"]["prompt_tokens"]
+        assert server.complete("hello", max_tokens=1, add_special_tokens=False)["usage"]["prompt_tokens"] == added - 1
+
+
+def test_tokenized_messages_heed_the_template_s_arguments():
+    shouting = "{% for message in messages %}{{ message.content }}{% if shout %}!!!{% endif %}{% endfor %}"
+    body = {"messages": [{"role": "user", "content": "hello"}], "chat_template_kwargs": {"shout": True}}
+    with running(lambda: speaking_engine(speaking_model(chat_template=shouting))) as server:
+        plain = server.post("/tokenize", {"messages": body["messages"]}).json()["count"]
+        count = server.post("/tokenize", body).json()["count"]
+        assert count == server.chat(max_tokens=1, **body)["usage"]["prompt_tokens"] == plain + 3

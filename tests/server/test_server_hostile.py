@@ -5,6 +5,7 @@ import tracemalloc
 
 import pydantic
 import pytest
+from servers import running
 
 from vera.server.limits import is_deeper
 from vera.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
@@ -52,9 +53,27 @@ def test_depth_counts_brackets_outside_of_strings(text, limit, deep):
         (ChatRequest, {"messages": [1] * 100_000}),
         (ChatRequest, {"messages": [{"role": "user", "content": [1] * 100_000}]}),
         (TokenizeRequest, {"messages": [1] * 100_000}),
+        (CompletionRequest, {"prompt": "a", "vera": {f"name{i}": 1 for i in range(100_000)}}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(i): "x" for i in range(100_000)}}),
     ],
 )
-def test_list_full_of_faults_is_told_by_a_few_of_them(model, body):
+def test_value_full_of_faults_is_told_by_a_few_of_them(model, body):
     with pytest.raises(pydantic.ValidationError) as caught:
         model.model_validate(body)
     assert caught.value.error_count() < 10
+
+
+def test_object_with_too_many_names_is_refused_by_its_own():
+    with running() as server:
+        for field, value in (("vera", {f"name{i}": 1 for i in range(17)}), ("logit_bias", {str(i): 1 for i in range(1025)})):
+            error = server.post("/v1/completions", {"prompt": "a", field: value}).json()["error"]
+            assert error["param"] == field and "at most" in error["message"]
+
+
+def test_prompt_that_cannot_fit_is_not_walked_for_its_echo(server, monkeypatch):
+    walked = []
+    monkeypatch.setattr("vera.server.encoding.IncrementalText", lambda *_, **__: walked.append(True))
+    refused = server.post("/v1/completions", {"prompt": [5] * 4096, "echo": True, "logprobs": 1, "max_tokens": 1})
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+    assert refused.json()["error"]["param"] == "prompt"
+    assert walked == []

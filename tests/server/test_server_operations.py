@@ -29,6 +29,12 @@ def test_healthy_server_says_so(server):
     assert server.client.get("/health").json() == server.client.get("/ready").json() == {"status": "ok"}
 
 
+def test_probes_may_ask_for_the_head_alone(server):
+    for path in ("/health", "/ready"):
+        answer = server.client.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
 def test_server_answers_probes_while_it_loads():
     gate = threading.Event()
 

@@ -40,9 +40,8 @@ def read_streams(url, results):
     async def one(host, port, number):
         reader, writer = await asyncio.open_connection(host, port)
         body = json.dumps({**BODY, "prompt": [5, 6, 7 + number]}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
+        lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+        head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
         writer.write(head.encode() + body)
         received = b""
         while not received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):

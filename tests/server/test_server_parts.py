@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import threading
+import weakref
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +23,7 @@ from vera.server.encoding import Encoder
 from vera.server.errors import ApiError, as_api_error
 from vera.server.limits import ClientGone, is_deeper
 from vera.server.logs import CLIENT_GONE, RequestRecord
+from vera.server.metrics import ServerMetrics
 from vera.server.streaming import EventStream
 from vera.server.tokens import TokenTexts
 from vera.server.usage import UsageMeter
@@ -188,3 +193,98 @@ def test_too_many_texts_at_once_are_refused(monkeypatch):
 
     first, second, third = asyncio.run(main())
     assert first == second and isinstance(third, ApiError) and third.status == 429
+
+
+class SlowEncoding:
+    """Stands for `encode_prompt`: counts the texts it is given, and is held up by the first until `gate` is open."""
+
+    def __init__(self, monkeypatch):
+        self.gate, self.texts = threading.Event(), []
+        monkeypatch.setattr("vera.server.encoding.encode_prompt", self)
+
+    def __call__(self, tokenizer, prompt, **options):
+        self.texts.append(prompt)
+        self.gate.wait(20)
+        return [5]
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+class Prompt(list):
+    """Token ids that can be seen to go."""
+
+
+def test_prompts_of_clients_that_left_are_not_kept(monkeypatch):
+    slow = SlowEncoding(monkeypatch)
+
+    async def main():
+        encoder = Encoder(speaking_model(), 100)
+        try:
+            first = asyncio.create_task(encoder.prompt("first"))
+            await until(lambda: slow.texts)
+            prompt = Prompt([5])
+            kept, leaving = weakref.ref(prompt), asyncio.create_task(encoder.prompt(prompt))
+            await asyncio.sleep(0)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            del prompt, leaving
+            await asyncio.sleep(0)
+            gc.collect()
+            assert kept() is None
+            last = asyncio.create_task(encoder.prompt("last"))
+            await asyncio.sleep(0)
+            slow.gate.set()
+            return await first, await last
+        finally:
+            slow.gate.set()
+            encoder.close()
+
+    assert asyncio.run(main()) == ([5], [5])
+    assert slow.texts == ["first", "last"]
+
+
+def test_text_that_is_being_read_holds_its_turn_when_its_client_leaves(monkeypatch):
+    slow = SlowEncoding(monkeypatch)
+
+    async def main():
+        encoder = Encoder(speaking_model(), 100)
+        try:
+            first = asyncio.create_task(encoder.prompt("first"))
+            await until(lambda: slow.texts)
+            first.cancel()
+            next_one = asyncio.create_task(encoder.prompt("next"))
+            await asyncio.sleep(0.05)
+            meanwhile = list(slow.texts)
+            slow.gate.set()
+            return meanwhile, await next_one
+        finally:
+            encoder.close()
+
+    assert asyncio.run(main()) == (["first"], [5])
+
+
+def test_texts_that_wait_at_the_end_are_refused(monkeypatch):
+    slow = SlowEncoding(monkeypatch)
+
+    async def main():
+        encoder = Encoder(speaking_model(), 100)
+        reading = [asyncio.create_task(encoder.prompt("text")) for _ in range(2)]
+        await until(lambda: slow.texts)
+        encoder.close()
+        slow.gate.set()
+        return await asyncio.gather(*reading, return_exceptions=True)
+
+    first, second = asyncio.run(main())
+    assert first == [5] and isinstance(second, EngineStopped)
+
+
+@pytest.mark.parametrize(("num_audits", "seen"), [(3, 3), (4, 4), (7, 4)])
+def test_audits_since_the_last_scrape_are_observed_as_far_as_they_are_kept(num_audits, seen):
+    metrics = ServerMetrics()
+    metrics._take_audits(SimpleNamespace(num_audits=num_audits, audited_errors=(0.1, 0.2, 0.3, 0.4)))
+    metrics._take_audits(SimpleNamespace(num_audits=num_audits, audited_errors=(0.1, 0.2, 0.3, 0.4)))
+    assert metrics.registry.get_sample_value("vera_attention_error_true_count") == seen

@@ -66,6 +66,15 @@ WRONG_CHATS = [
     ({"messages": HELLO, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({"messages": HELLO, "chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs"),
     ({"messages": HELLO, "chat_template_kwargs": {"max_length": 1}}, None),
+    ({"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
+    ({"messages": HELLO, "reasoning_effort": "low"}, "reasoning_effort"),
+    ({"messages": HELLO, "verbosity": "low"}, "verbosity"),
+    ({"messages": HELLO, "bad_words": ["x"]}, "bad_words"),
+    ({"messages": HELLO, "allowed_token_ids": [5]}, "allowed_token_ids"),
+    ({"messages": HELLO, "typical_p": 0.5}, "typical_p"),
+    ({"messages": HELLO, "cache_salt": "mine"}, "cache_salt"),
+    ({"messages": HELLO, "echo": True}, "echo"),
     ({"messages": HELLO, "seed": 2**64}, "seed"),
     ({"messages": HELLO, "priority": "high"}, "priority"),
 ]
@@ -91,6 +100,11 @@ WRONG_COMPLETIONS = [
     ({"prompt": "x", "logprobs": 21}, "logprobs"),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
     ({"prompt": "x", "best_of": 3}, "best_of"),
+    ({"prompt": "x", "add_special_tokens": "no"}, "add_special_tokens"),
+    ({"prompt": "x", "max_completion_tokens": 5}, "max_completion_tokens"),
+    ({"prompt": "x", "top_logprobs": 5}, "top_logprobs"),
+    ({"prompt": "x", "return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+    ({"prompt": "x", "prompt_embeds": "AAAA"}, "prompt_embeds"),
 ]
 
 
@@ -203,8 +217,22 @@ def test_tokenize_refuses_both_and_neither(server):
     error_of(server.post("/tokenize", {}))
     error_of(server.post("/tokenize", {"prompt": "x", "messages": HELLO}))
     error_of(server.post("/tokenize", {"prompt": 5}))
-    error_of(server.post("/detokenize", {"tokens": [99999]}))
+    assert error_of(server.post("/detokenize", {"tokens": [5, 99999]}))["param"] == "tokens"
     error_of(server.post("/detokenize", {"tokens": "x"}))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": HELLO, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
+        ({"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ],
+)
+def test_tokenize_refuses_what_a_request_with_it_would_not_have(server, body, param):
+    assert error_of(server.post("/tokenize", body))["param"] == param
 
 
 @pytest.mark.parametrize("head", [b"NONSENSE\r\n\r\n", b"GET /health HTTP/9.9\r\n\r\n", b"\x00\xff\r\n\r\n"])

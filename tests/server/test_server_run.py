@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import pytest
 from servers import running, speaking_engine
 
 from tiny_models import save_tiny, tiny_tokenizer
-from vera.errors import ModelNotFound, VeraError
+from vera.errors import ConfigError, ModelNotFound, VeraError
 from vera.server import run as server_run
 from vera.server import service as server_service
 from vera.server.settings import ServerSettings
@@ -269,3 +270,18 @@ def test_server_speaks_https_with_a_certificate(tmp_path):
         assert httpx.get(f"{url}/version", verify=context).status_code == 200
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{server.url}/version")
+
+
+def test_queue_takes_the_load_that_the_benchmark_has_by_default():
+    from vera.bench.serve import Workload
+    from vera.cli import serve
+
+    assert inspect.signature(serve).parameters["max_waiting"].default >= Workload().num_requests
+
+
+def test_tls_file_that_is_not_pem_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(server_run, "configure_logging", lambda: None)
+    (tmp_path / "certificate.pem").write_text("nothing")
+    path = str(tmp_path / "certificate.pem")
+    with pytest.raises(ConfigError, match=r"tls_certificate='.*certificate\.pem'.*PEM"):
+        server_run.serve(speaking_engine, ServerSettings(port=0, tls_certificate=path, tls_key=path))

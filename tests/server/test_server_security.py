@@ -135,3 +135,25 @@ def test_a_source_of_keys_that_has_none_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("VERA_ADMIN_KEY", " ")
     with pytest.raises(ConfigError, match="VERA_ADMIN_KEY"):
         read_admin_key()
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "::1@x"])
+def test_keyless_server_is_not_reached_by_a_foreign_name(server, host):
+    for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/health")):
+        refused = server.client.request(method, path, headers={"Host": host})
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "foreign_host"
+        assert "VERA_API_KEY" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.0.0.1:9", "localhost", "LocalHost:80", "[::1]:80", "[::1]", "10.0.0.5:80", ""]
+)
+def test_keyless_server_is_reached_by_address_and_as_localhost(server, host):
+    assert server.client.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_any_name_is_good_with_a_key_or_where_none_is_wanted(secured):
+    headers = {"Host": "service.example", **bearer("first-key")}
+    assert secured.client.get("/v1/models", headers=headers).status_code == 200
+    with running(allow_no_key=True) as server:
+        assert server.client.get("/v1/models", headers={"Host": "service.example"}).status_code == 200

@@ -164,3 +164,35 @@ def test_adaptive_cache_tells_what_it_did():
         assert server.metric('vera_page_hits_total{tier="warm"}') >= told["hits"]
         assert server.metric("vera_attention_error_estimated_count") >= 1
         assert server.metric('vera_cache_bytes{device="host",tier="warm"}') > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("field", ["vera", "setting"])
+def test_deadline_passes_while_other_prompts_are_read(monkeypatch, stream, field):
+    gate, reading = threading.Event(), threading.Event()
+
+    def slow(*_, **__):
+        reading.set()
+        gate.wait(20)
+        return [5]
+
+    monkeypatch.setattr("vera.server.encoding.encode_prompt", slow)
+    settings, terms = ({}, {"vera": {"timeout_seconds": 0.2}}) if field == "vera" else ({"request_timeout_seconds": 0.2}, {})
+    with running(**settings) as server, ThreadPoolExecutor(1) as clients:
+        first = clients.submit(httpx.post, server.url + COMPLETE, json={"prompt": "long", "max_tokens": 1}, timeout=20)
+        assert reading.wait(5)
+        start = time.monotonic()
+        refused = server.post(CHAT, {"messages": HELLO, "stream": stream, **terms})
+        assert refused.status_code == 504 and refused.json()["error"]["code"] == "deadline_exceeded"
+        assert time.monotonic() - start < 5
+        gate.set()
+        first.result()
+        server.wait_until_idle()
+
+
+def test_usage_tells_the_promise_and_whether_it_was_needed():
+    with running(adaptive_engine) as server:
+        told = server.chat(max_tokens=2, temperature=0, ignore_eos=True)["usage"]["vera"]
+        assert (told["fidelity"], told["decode_steps"]) == ("bounded", 0)
+        fields = server.client.get("/openapi.json").json()["components"]["schemas"]["VeraUsage"]["properties"]
+        assert "promised" in fields["fidelity"]["description"] and "read exactly" in fields["decode_steps"]["description"]

@@ -21,7 +21,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from vera.models.hook import VERA_ATTENTION, Step
-from vera.models.linear import MAX_ROWS, WEIGHT_FORMATS, FewRowsLinear
+from vera.models.linear import WEIGHT_FORMATS, KernelLinear, takes
 
 try:
     from vera._native import after_attention as _after_attention
@@ -52,6 +52,7 @@ class _Wiring:
 
     layer: int
     sizes: _Sizes
+    largest_weight_bytes: int
     weight_format: int
     before: tuple[float, ...]
     """From `norm_weight` to `qk_norm_eps`."""
@@ -72,6 +73,10 @@ class _Inspected:
     """None: something about the layer does not fit the calls."""
 
 
+_CACHE_NAMES = ("cache", "past_key_values")
+"""What transformers calls a layer's own cache; versions differ."""
+
+
 class LayerInTwoCalls(nn.Module):
     """Stands before a decoder layer's own class.
 
@@ -83,17 +88,15 @@ class LayerInTwoCalls(nn.Module):
     def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
         """Like the layer's own: `[1, rows, hidden]` in and out."""
         step = options.get("vera_step")
-        if isinstance(step, Step) and not arguments and options.get("cache") is None and not torch.is_grad_enabled():
+        has_cache = any(options.get(name) is not None for name in _CACHE_NAMES)
+        if isinstance(step, Step) and not (arguments or has_cache or torch.is_grad_enabled()):
             wiring = self._wiring()
-            if (
-                wiring is not None
-                and (rope := _rope(wiring.sizes, hidden_states, options.get("position_embeddings"))) is not None
-            ):
+            if wiring is not None and (rope := _rope(wiring, hidden_states, options.get("position_embeddings"))) is not None:
                 return _run(wiring, hidden_states.contiguous(), rope, step)
         return super().forward(hidden_states, *arguments, **options)
 
     def _wiring(self) -> _Wiring | None:
-        """Looked at in every call, as `FewRowsLinear` does: the layer is its caller's too."""
+        """Looked at in every call, as `KernelLinear` does: the layer is its caller's too."""
         inspected = self._inspected
         if inspected is None or inspected.state != _state(inspected.parts):
             parts = tuple(self.modules())
@@ -116,6 +119,9 @@ class Qwen2Layer(LayerInTwoCalls, qwen2.Qwen2DecoderLayer):  # type: ignore[no-u
 class Qwen3Layer(LayerInTwoCalls, qwen3.Qwen3DecoderLayer):  # type: ignore[no-untyped-call]
     """A Qwen3 layer in two calls."""
 
+
+_ROWS_A_CALL = 128
+"""So many rows stay in the caches, with what is computed of them."""
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -157,12 +163,13 @@ def speed_up_layers(module: nn.Module) -> int:
     return len(chosen)
 
 
-def _rope(sizes: _Sizes, hidden: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines, `[1, rows, head_dim]`, as the calls read them. None: these are not few rows of float32."""
+def _rope(wiring: _Wiring, hidden: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines, `[1, rows, head_dim]`, as the calls read them. None: these are no rows of float32, or too many."""
+    sizes = wiring.sizes
     if rope is None or hidden.dim() != 3 or hidden.shape[0] != 1 or hidden.shape[2] != sizes.hidden:
         return None
     rows = hidden.shape[1]
-    if not 0 < rows <= MAX_ROWS or not _is_float32(hidden):
+    if not rows or not takes(rows, wiring.largest_weight_bytes) or not _is_float32(hidden):
         return None
     cos, sin = rope
     if not cos.shape == sin.shape == (1, rows, sizes.head_dim) or not _is_float32(cos) or not _is_float32(sin):
@@ -177,39 +184,46 @@ def _run(wiring: _Wiring, hidden: Tensor, rope: tuple[Tensor, Tensor], step: Ste
     key = hidden.new_empty((rows, kv_heads, sizes.head_dim))
     value = torch.empty_like(key)
     cos, sin = rope
-    before_attention(
-        hidden.data_ptr(),
-        *wiring.before,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        wiring.weight_format,
-        rows,
-        sizes.hidden,
-        query_heads,
-        kv_heads,
-        sizes.head_dim,
-        threads,
-    )
+    for first in range(0, rows, _ROWS_A_CALL):
+        before_attention(
+            _row(hidden, first, sizes.hidden),
+            *wiring.before,
+            _row(cos, first, sizes.head_dim),
+            _row(sin, first, sizes.head_dim),
+            _row(query, first, sizes.query),
+            _row(key, first, sizes.kv),
+            _row(value, first, sizes.kv),
+            wiring.weight_format,
+            min(_ROWS_A_CALL, rows - first),
+            sizes.hidden,
+            query_heads,
+            kv_heads,
+            sizes.head_dim,
+            threads,
+        )
     attended = step.attend(wiring.layer, query, key, value, step.options[wiring.layer]).float().contiguous()
     assert attended.shape == query.shape
     output = torch.empty_like(hidden)
-    after_attention(
-        attended.data_ptr(),
-        *wiring.output,
-        hidden.data_ptr(),
-        *wiring.mlp,
-        output.data_ptr(),
-        wiring.weight_format,
-        rows,
-        sizes.hidden,
-        sizes.query,
-        sizes.intermediate,
-        threads,
-    )
+    for first in range(0, rows, _ROWS_A_CALL):
+        after_attention(
+            _row(attended, first, sizes.query),
+            *wiring.output,
+            _row(hidden, first, sizes.hidden),
+            *wiring.mlp,
+            _row(output, first, sizes.hidden),
+            wiring.weight_format,
+            min(_ROWS_A_CALL, rows - first),
+            sizes.hidden,
+            sizes.query,
+            sizes.intermediate,
+            threads,
+        )
     return output
+
+
+def _row(rows: Tensor, first: int, width: int) -> int:
+    """The address of a row of contiguous float32."""
+    return rows.data_ptr() + 4 * first * width
 
 
 def _state(parts: tuple[Any, ...]) -> list[object]:
@@ -252,6 +266,7 @@ def _wired(layer: Any) -> _Wiring | None:
     return _Wiring(
         layer=layer.self_attn.layer_idx,
         sizes=sizes,
+        largest_weight_bytes=max(layer.get_submodule(name).weight.nbytes for name in (*_QKV, _OUTPUT, *_MLP)),
         weight_format=WEIGHT_FORMATS[formats.pop()],
         before=(
             norm_before.weight.data_ptr(),
@@ -272,7 +287,7 @@ def _has_its_parts(layer: Any, family: _Family) -> bool:
         return False
     if type(mlp) is not family.mlp or type(mlp.act_fn) not in (SiLUActivation, nn.SiLU):
         return False
-    kinds = dict.fromkeys((*_QKV, _OUTPUT, *_MLP), FewRowsLinear) | dict.fromkeys((*_NORMS, *family.head_norms), family.norm)
+    kinds = dict.fromkeys((*_QKV, _OUTPUT, *_MLP), KernelLinear) | dict.fromkeys((*_NORMS, *family.head_norms), family.norm)
     if any(type(layer.get_submodule(name)) is not kind for name, kind in kinds.items()):
         return False
     return all(_runs_as_its_class(part) for part in layer.modules() if part is not layer)

@@ -1,8 +1,8 @@
-"""Linear layers for a decode step: a few rows, and so bound by reading the weights.
+"""Linear layers with a kernel of our own, above all for a decode step: a few rows, and so bound by reading the weights.
 
 torch's own product reaches half of the memory bandwidth for one row here and a third of the arithmetic for sixteen; see
 docs/log.md. The kernel reads the weights where torch has them, in float32 or in a half format that it widens as it reads, and
-sums each row in the same order whatever the number of rows and the format are: up to MAX_ROWS, a sequence's result does not
+sums each row in the same order whatever the number of rows and the format are: where it is used, a sequence's result does not
 depend on its batch.
 """
 
@@ -22,21 +22,29 @@ else:
     _KERNEL = _native.linear
 
 MAX_ROWS = 64
-"""From more rows on torch's product is faster."""
+"""Up to so many rows the kernel takes every weight."""
+MAX_CACHED_BYTES = 4 * 2**20
+"""Up to this size of a weight it takes any number of rows: the weight stays in the caches between them, and it is faster than
+torch's product (1.0 to 2.9 times, from 65 to 512 rows; docs/log.md). Larger ones were not measured."""
 
 WEIGHT_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """The kernels' numbers for what weights can be held in."""
 
 
-class FewRowsLinear(nn.Linear):
-    """`nn.Linear` with another kernel for few rows of float32, in inference only.
+def takes(rows: int, weight_bytes: int) -> bool:
+    """Whether the kernel is the one to multiply so many rows with a weight of this size."""
+    return rows <= MAX_ROWS or (weight_bytes <= MAX_CACHED_BYTES and _native.isa() != "portable")
+
+
+class KernelLinear(nn.Linear):
+    """`nn.Linear` with another kernel for rows of float32, in inference only.
 
     Its weight may be held in float16 or bfloat16 (see `narrow`): inputs of float32 see it widened, which is exact.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        if _KERNEL is None or torch.is_grad_enabled() or not _suits(weight, bias) or not _is_few_rows(input, weight):
+        if _KERNEL is None or torch.is_grad_enabled() or not _suits(weight, bias) or not _are_rows(input, weight):
             wide = weight.to(input.dtype) if input.dtype is torch.float32 else weight
             return F.linear(input, wide, bias)
         outputs, inputs = weight.shape
@@ -66,7 +74,7 @@ def speed_up_linear(module: nn.Module) -> int:
         raise ConfigError(str(error)) from error
     chosen = [layer for layer in module.modules() if type(layer) is nn.Linear and _is_plain_float32(layer)]
     for layer in chosen:
-        layer.__class__ = FewRowsLinear
+        layer.__class__ = KernelLinear
     return len(chosen)
 
 
@@ -81,9 +89,12 @@ def _suits(weight: Tensor, bias: Tensor | None) -> bool:
     return fits and (bias is None or (_is_float32(bias) and bias.shape == weight.shape[:1] and bias.is_contiguous()))
 
 
-def _is_few_rows(input: Tensor, weight: Tensor) -> bool:
+def _are_rows(input: Tensor, weight: Tensor) -> bool:
+    """Rows of float32, as many as the kernel takes."""
     inputs = weight.shape[1]
-    return _is_float32(input) and input.dim() > 0 and input.shape[-1] == inputs and 0 < input.numel() <= MAX_ROWS * inputs
+    if not (_is_float32(input) and input.dim() > 0 and input.shape[-1] == inputs and input.numel() > 0):
+        return False
+    return takes(input.numel() // inputs, weight.nbytes)
 
 
 def _is_float32(tensor: Tensor) -> bool:

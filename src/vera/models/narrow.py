@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vera.models.decoder import LayerInTwoCalls
-from vera.models.linear import FewRowsLinear
+from vera.models.linear import KernelLinear
 
 _FORMATS = (torch.float16, torch.bfloat16)
 _CHUNK = 1 << 20
@@ -58,7 +58,7 @@ def narrow(module: nn.Module) -> int:
 
 def widen(module: nn.Module) -> int:
     """Holds in float32 again what `narrow` has narrowed; returns how many."""
-    narrowed = {layer.weight for layer in module.modules() if isinstance(layer, FewRowsLinear | NarrowEmbedding)}
+    narrowed = {layer.weight for layer in module.modules() if isinstance(layer, KernelLinear | NarrowEmbedding)}
     narrowed = {weight for weight in narrowed if weight.dtype in _FORMATS}
     for weight in narrowed:
         weight.data = weight.data.float()
@@ -96,7 +96,7 @@ def _candidates(module: nn.Module) -> Iterator[Tensor]:
 def _groups(module: nn.Module, candidates: Collection[Tensor]) -> list[list[Tensor]]:
     """Which of the candidates must be held alike; with other weights of their layer that are none."""
     layers = [layer for layer in module.modules() if isinstance(layer, LayerInTwoCalls)]
-    groups = [[part.weight for part in layer.modules() if isinstance(part, FewRowsLinear)] for layer in layers]
+    groups = [[part.weight for part in layer.modules() if isinstance(part, KernelLinear)] for layer in layers]
     grouped = {weight for group in groups for weight in group}
     return groups + [[weight] for weight in candidates if weight not in grouped]
 
@@ -104,4 +104,4 @@ def _groups(module: nn.Module, candidates: Collection[Tensor]) -> list[list[Tens
 def _can_widen(layer: nn.Module, name: str) -> bool:
     if isinstance(layer, nn.Embedding) and type(layer) in (nn.Embedding, NarrowEmbedding):
         return layer.max_norm is None
-    return type(layer) is FewRowsLinear and name == "weight"
+    return type(layer) is KernelLinear and name == "weight"

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,7 +21,7 @@ from vera.errors import VeraError
 from vera.server import protocol
 from vera.server.chat import ChatGenerator
 from vera.server.completions import CompletionGenerator
-from vera.server.errors import ApiError, as_api_error, bad_request, from_validation
+from vera.server.errors import ApiError, as_api_error, from_validation
 from vera.server.limits import BodyLimit, ClientGone
 from vera.server.logs import CLIENT_GONE, AccessLog, record_of
 from vera.server.security import PUBLIC, Gate
@@ -30,7 +31,7 @@ from vera.server.settings import ServerSettings
 _MEANINGS = {
     400: "The request cannot be honoured; `param` names the field.",
     401: "The key is missing or wrong.",
-    403: "The key does not open this route.",
+    403: "The key does not open this route, or a server without keys was asked by a name that is not its own.",
     404: "There is no such model.",
     408: "The body did not come in time.",
     413: "The body is too large.",
@@ -41,7 +42,8 @@ _MEANINGS = {
 }
 _BODY = (400, 401, 408, 413, 500)
 """Statuses of every route that takes a body."""
-_EVENTS = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: chunks, then `data: [DONE]`."}}}
+_CHUNKS = (protocol.ChatCompletionChunk, protocol.CompletionChunk)
+_SCHEMAS = "#/components/schemas/"
 
 
 def build_app(service: Service, settings: ServerSettings) -> FastAPI:
@@ -105,12 +107,16 @@ class Failures:
 def _add_generation(app: FastAPI, service: Service) -> None:
     statuses = (*_BODY, 404, 429, 503, 504)
 
-    @app.post("/v1/chat/completions", response_model=None, responses=_responses(protocol.ChatCompletion, statuses, _EVENTS))
+    @app.post(
+        "/v1/chat/completions",
+        response_model=None,
+        responses=_answers(protocol.ChatCompletion, protocol.ChatCompletionChunk, statuses),
+    )
     async def create_chat_completion(request: Request, body: protocol.ChatRequest) -> Response:
         """Answers a conversation."""
         return await ChatGenerator(request, body, service).respond()
 
-    @app.post("/v1/completions", response_model=None, responses=_responses(protocol.Completion, statuses, _EVENTS))
+    @app.post("/v1/completions", response_model=None, responses=_answers(protocol.Completion, protocol.CompletionChunk, statuses))
     async def create_completion(request: Request, body: protocol.CompletionRequest) -> Response:
         """Continues texts, or lists of token ids."""
         return await CompletionGenerator(request, body, service).respond()
@@ -142,14 +148,12 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(body: protocol.TokenizeRequest) -> protocol.Tokens:
         """The token ids of a prompt, or of messages, as a request with them would have."""
         service.check_model(body.model)
+        body.check()
         encoder = service.encoder
-        if (body.prompt is None) == (body.messages is None):
-            raise bad_request("give either prompt or messages", "prompt")
         if body.prompt is not None:
             tokens = await encoder.prompt(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         else:
-            messages = [message.model_dump(exclude_unset=True) for message in body.messages or []]
-            tokens = await encoder.chat(messages, {"add_generation_prompt": body.add_generation_prompt is not False})
+            tokens = await encoder.chat(body.conversation(), body.template_arguments())
         return protocol.Tokens(count=len(tokens), max_model_len=service.served.max_model_len, tokens=tokens)
 
     @app.post("/detokenize", responses=statuses)
@@ -161,12 +165,14 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=_errors(500, 503))
     async def health() -> protocol.Health:
         """The engine lives: its loop came by within the longest legal step. Needs no key."""
         service.check_health()
         return protocol.Health(status="ok")
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=_errors(500, 503))
     async def ready() -> protocol.Health:
         """Requests are taken: the model is loaded, and the server is not ending. Needs no key."""
@@ -184,9 +190,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         """Counters and latencies for Prometheus."""
         return Response(service.metrics.render(await service.snapshot()), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get(
-        "/admin/stats", response_model=None, responses={200: {"content": {_JSON: {"schema": _OBJECT}}}, **_errors(401, 403, 500)}
-    )
+    @app.get("/admin/stats", response_model=None, responses={200: {"content": {_JSON: {"schema": _OBJECT}}}, **_errors(401, 500)})
     async def stats() -> dict[str, Any]:
         """What the engine, the cache and the requests in flight are doing, recent percentiles, and the effective settings."""
         return await _stats(service)
@@ -244,15 +248,22 @@ def _told(request: Request, error: ApiError) -> Response:
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": protocol.ErrorBody, "description": _MEANINGS[status]} for status in sorted(statuses)}
+    """These, and 403, which every route can give."""
+    return {status: {"model": protocol.ErrorBody, "description": _MEANINGS[status]} for status in sorted({403, *statuses})}
 
 
-def _responses(model: type, statuses: tuple[int, ...], content: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+def _answers(model: type, chunk: type, statuses: tuple[int, ...]) -> dict[int | str, dict[str, Any]]:
+    """Whole, or with `stream` as events: chunks, perhaps an error, and an end marker."""
+    told = {"anyOf": [{"$ref": f"{_SCHEMAS}{kind.__name__}"} for kind in (chunk, protocol.ErrorBody)]}
+    data = {"type": "string", "anyOf": [{"contentMediaType": _JSON, "contentSchema": told}, {"const": "[DONE]"}]}
+    # As OpenAPI 3.2 describes each event of a stream, and FastAPI in its own documents.
+    events = {"itemSchema": {"type": "object", "required": ["data"], "properties": {"data": data}}}
+    content = {"text/event-stream": events}
     return {200: {"model": model, "description": "The answers.", "content": content}, **_errors(*statuses)}
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document without the 422 that is never sent, and with the keys that routes need."""
+    """FastAPI's document without the 422 that is never sent, and with the keys that routes need and the chunks of streams."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         for path, operations in document["paths"].items():
@@ -262,6 +273,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
         components = document["components"]
         for unused in ("HTTPValidationError", "ValidationError"):
             components["schemas"].pop(unused, None)
+        _, chunks = models_json_schema([(chunk, "validation") for chunk in _CHUNKS], ref_template=f"{_SCHEMAS}{{model}}")
+        components["schemas"] = chunks["$defs"] | components["schemas"]
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         app.openapi_schema = document
     return app.openapi_schema

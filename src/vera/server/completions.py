@@ -48,7 +48,8 @@ class CompletionGenerator(Generator):
         body, encoder = self._completion, self.service.encoder
         params = body.sampling()
         given = body.prompts()
-        prompts = [await encoder.prompt(prompt) for prompt in given]
+        adds_special = body.add_special_tokens is not False
+        prompts = [await encoder.prompt(prompt, add_special_tokens=adds_special) for prompt in given]
         job = self.service.job(
             self.record.id,
             prompts,

@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from vera.engine.text import IncrementalText, encode_chat, encode_prompt
-from vera.errors import RequestError, RequestTooLong
+from vera.errors import EngineStopped, RequestError, RequestTooLong
 from vera.models import LoadedModel
 from vera.server.errors import too_busy
 from vera.server.tokens import TokenTexts
 
 _Result = TypeVar("_Result")
-_MOST_QUEUED = 1024
+_MOST_QUEUED = 4096
+"""Above what is admitted by default: those that wait to be answered get their refusal from `Service.admit`."""
 
 
 class Encoder:
@@ -27,6 +28,8 @@ class Encoder:
         self._vocab_size = model.spec.vocab_size
         self._max_model_len = max_model_len
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vera-encoder")
+        self._turn = asyncio.Semaphore(1)
+        """Whose function is on the thread. One waits for it here, where waiting can be given up; the thread has no queue."""
         self._num_queued = 0
         self.texts = TokenTexts(self._tokenizer)
         self._longest_token = self.texts.longest()
@@ -51,8 +54,9 @@ class Encoder:
         """Raises RequestError for ids outside the vocabulary."""
 
         def decode() -> str:
-            ids = encode_prompt(self._tokenizer, token_ids, vocab_size=self._vocab_size)
-            return str(self._required().decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
+            self._check_known(token_ids)
+            options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+            return str(self._required().decode(token_ids, **options))
 
         return await self._run(decode)
 
@@ -77,14 +81,34 @@ class Encoder:
             raise too_busy(f"{_MOST_QUEUED} texts wait to be read; try again later")
         self._num_queued += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+            await self._turn.acquire()
+            return await asyncio.shield(self._begin(function))
         finally:
             self._num_queued -= 1
+
+    def _begin(self, function: Callable[[], _Result]) -> asyncio.Future[_Result]:
+        """The turn ends when the function does, whether or not its caller has left meanwhile."""
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._thread, function)
+        except RuntimeError:
+            self._turn.release()
+            raise EngineStopped("the server has ended and reads no more prompts") from None
+        running.add_done_callback(self._end_turn)
+        return running
+
+    def _end_turn(self, ended: asyncio.Future[Any]) -> None:
+        self._turn.release()
+        if not ended.cancelled():
+            ended.exception()  # nobody else asks for it if the caller has left
 
     def _required(self) -> Any:
         if self._tokenizer is None:
             raise RequestError("the model has no tokenizer, so there is no text; pass token ids")
         return self._tokenizer
+
+    def _check_known(self, token_ids: Sequence[int]) -> None:
+        if (wrong := next((token for token in token_ids if not 0 <= token < self._vocab_size), None)) is not None:
+            raise RequestError(f"tokens has token id {wrong}, outside the vocabulary 0 to {self._vocab_size - 1}")
 
     def _check_length(self, texts: Sequence[str]) -> None:
         """Where the longest token is known, so is the fewest number of tokens that a text can have."""

@@ -134,7 +134,7 @@ def _field_name(place: Sequence[Any]) -> str | None:
 
 def _param_of(message: str) -> str | None:
     """The field that a message of the engine is about: messages begin with `name=value`, or name a place."""
-    if named := re.match(r"(\w+)(?: token)?=", message) or re.match(r"(prompt|stop_token_ids|logit_bias) has ", message):
+    if named := re.match(r"(\w+)(?: token)?=", message) or re.match(r"(prompt|tokens|stop_token_ids|logit_bias) has ", message):
         name = named[1]
         return _PARAM_HOMES.get(name, name)
     if place := re.search(r"messages(\[\d+\])?", message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from vera.engine.request import FinishReason, Update
 from vera.engine.sampler import TokenLogprob
 from vera.server.disconnects import unless_gone
-from vera.server.errors import as_api_error
+from vera.server.errors import as_api_error, deadline_exceeded
 from vera.server.logs import RequestRecord, record_of
 from vera.server.protocol import Generation
 from vera.server.service import Job, Service
@@ -131,9 +132,18 @@ class Generator(ABC):
         limit = self.service.settings.request_timeout_seconds + READING_SECONDS
         return EventStream(first, events, self.record, limit)
 
+    async def _prepared(self) -> Form:
+        """`prepare`, given up at the request's deadline: other prompts may be read first."""
+        limit = self.service.time_limit(self.body.vera)
+        try:
+            async with asyncio.timeout(limit - (time.monotonic() - self.record.started)):
+                return await self.prepare()
+        except TimeoutError:
+            raise deadline_exceeded(f"the prompt was not read within {limit:g} s and the request was given up") from None
+
     async def _whole(self) -> Response:
         with closing(self.service.admit(self.num_answers)):
-            form = await self.prepare()
+            form = await self._prepared()
             answers = [Answer(index) for index in range(form.job.num_answers)]
             try:
                 async with aclosing(self.service.answers(form.job)) as batches:
@@ -148,7 +158,7 @@ class Generator(ABC):
         """All events but the first end of a request that fails before its first token, which raises."""
         begun = False
         with closing(self.service.admit(self.num_answers)):
-            form = await self.prepare()
+            form = await self._prepared()
             opened: set[int] = set()
             try:
                 async with aclosing(self.service.answers(form.job)) as batches:

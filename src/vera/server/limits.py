@@ -38,6 +38,7 @@ class BodyLimit:
             self._check_length(Headers(scope=scope).get("content-length"))
             async with asyncio.timeout(_BODY_SECONDS):
                 body = await self._collect(receive)
+            _check_text(body)
             await self._check_depth(body)
         except TimeoutError:
             slow = ApiError(408, f"the body did not come within {_BODY_SECONDS:.0f} s", code="slow_body")
@@ -67,9 +68,9 @@ class BodyLimit:
         return b"".join(parts)
 
     def _too_large(self) -> ApiError:
-        # The rest of the body is not read, so the connection cannot be used again.
+        # The connection stays: closing it while the client sends could destroy the answer before it is read.
         message = f"the body is above the {self._max_bytes} bytes that this server takes; shorten it"
-        return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+        return ApiError(413, message, code="body_too_large")
 
     async def _check_depth(self, body: bytes) -> None:
         openings = body.count(b"[") + body.count(b"{")
@@ -81,6 +82,17 @@ class BodyLimit:
             deep = await asyncio.to_thread(is_deeper, body, self._max_depth)
         if deep:
             raise bad_request(f"the body's JSON has more than {self._max_depth} levels; flatten it", None, code="json_too_deep")
+
+
+def _check_text(body: bytes) -> None:
+    """Python's parser also reads UTF-16, in which brackets cannot be counted, and surrogates."""
+    try:
+        body.decode()
+        is_text = b"\0" not in body
+    except UnicodeDecodeError:
+        is_text = False
+    if not is_text:
+        raise bad_request("the body is not valid UTF-8", None, code="invalid_json")
 
 
 def is_deeper(body: bytes, limit: int) -> bool:

@@ -1,4 +1,4 @@
-"""What Prometheus reads at `/metrics`: a registry of the server's own, each metric defined once.
+"""What Prometheus reads at `/metrics`: a registry of the server's own; what each metric is stands in `vera.metrics.registry`.
 
 Counters of the engine and the cache are read from a snapshot at each scrape; latencies are observed as answers go out. Nothing
 here can disturb serving: what goes wrong while counting is logged.
@@ -7,7 +7,7 @@ here can disturb serving: what goes wrong while counting is logged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from vera.engine.request import Update
+from vera.metrics.registry import METRICS, Kind
 from vera.server.snapshot import Snapshot
 
 _log = logging.getLogger(__name__)
@@ -30,45 +31,19 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._first_token = Histogram(
-            "vera_time_to_first_token_seconds",
-            "From an answer's request to its first token, waiting included.",
-            buckets=_TTFT_BUCKETS,
-            registry=self.registry,
-        )
-        self._inter_token = Histogram(
-            "vera_inter_token_latency_seconds",
-            "Between two tokens of an answer.",
-            buckets=_ITL_BUCKETS,
-            registry=self.registry,
-        )
-        self._end_to_end = Histogram(
-            "vera_e2e_request_latency_seconds",
-            "From an answer's request to its end.",
-            buckets=_E2E_BUCKETS,
-            registry=self.registry,
-        )
-        self._estimated_error = Histogram(
-            "vera_attention_error_estimated",
-            "An answer's mean estimated error of attention outputs, relative to the value norms.",
-            buckets=_ERROR_BUCKETS,
-            registry=self.registry,
-        )
-        self._true_error = Histogram(
-            "vera_attention_error_true",
-            "True error of an audited attention output, relative to the value norms.",
-            buckets=_ERROR_BUCKETS,
-            registry=self.registry,
-        )
-        self._responses = Counter(
-            "vera_http_responses_total",
-            "Answered HTTP requests; 499: the client left first.",
-            ["route", "status"],
-            registry=self.registry,
-        )
+        self._first_token = self._histogram("vera_time_to_first_token_seconds", _TTFT_BUCKETS)
+        self._inter_token = self._histogram("vera_inter_token_latency_seconds", _ITL_BUCKETS)
+        self._end_to_end = self._histogram("vera_e2e_request_latency_seconds", _E2E_BUCKETS)
+        self._estimated_error = self._histogram("vera_attention_error_estimated", _ERROR_BUCKETS)
+        self._true_error = self._histogram("vera_attention_error_true", _ERROR_BUCKETS)
+        responses = METRICS["vera_http_responses_total"]
+        self._responses = Counter(responses.name, responses.meaning, responses.labels, registry=self.registry)
         self._engine = _EngineCollector()
         self.registry.register(self._engine)
         self._num_audits = 0
+
+    def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, METRICS[name].meaning, buckets=buckets, registry=self.registry)
 
     def observe_first(self, seconds: float) -> None:
         with _harmless():
@@ -99,7 +74,7 @@ class ServerMetrics:
         """Observes the audits since the last scrape, as far as they are still kept."""
         new = snapshot.num_audits - self._num_audits
         self._num_audits = snapshot.num_audits
-        for error in snapshot.audited_errors[len(snapshot.audited_errors) - new :] if new > 0 else ():
+        for error in snapshot.audited_errors[-new:] if new > 0 else ():
             self._true_error.observe(error)
 
 
@@ -113,57 +88,50 @@ class _EngineCollector(Collector):
         if (taken := self.snapshot) is None:
             return
         stats = taken.stats
-        yield _gauge("num_requests_running", "Requests that have a seat.", taken.num_running)
-        yield _gauge("num_requests_waiting", "Requests that wait for a seat.", taken.num_waiting)
-        yield _counter("prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens)
-        yield _counter("generation_tokens", "Tokens generated.", stats.generated_tokens)
-        yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix index.", stats.prompt_tokens)
-        yield _counter("prefix_cache_hits", "Those of them that were found.", stats.cached_tokens)
-        yield _counter("num_preemptions", "Requests that lost their pages for a while.", stats.preemptions)
-        ended = CounterMetricFamily("vera_request_success", "Requests that ended, by reason.", labels=["finished_reason"])
-        for reason, count in stats.finished.items():
-            ended.add_metric([reason], count)
-        yield ended
+        yield _plain("vera_num_requests_running", taken.num_running)
+        yield _plain("vera_num_requests_waiting", taken.num_waiting)
+        yield _plain("vera_prompt_tokens_total", stats.prompt_tokens)
+        yield _plain("vera_generation_tokens_total", stats.generated_tokens)
+        yield _plain("vera_prefix_cache_queries_total", stats.prompt_tokens)
+        yield _plain("vera_prefix_cache_hits_total", stats.cached_tokens)
+        yield _plain("vera_num_preemptions_total", stats.preemptions)
+        yield _labelled("vera_request_success_total", (((reason,), count) for reason, count in stats.finished.items()))
         yield from _cache_metrics(taken)
         yield from _tier_metrics(taken)
 
 
 def _cache_metrics(taken: Snapshot) -> Iterator[Metric]:
-    used = GaugeMetricFamily("vera_cache_bytes", "Bytes that the cache takes now.", labels=["tier", "device"])
-    limits = GaugeMetricFamily("vera_cache_capacity_bytes", "Most bytes that it may take.", labels=["tier", "device"])
-    for tier, device, bytes_used, capacity in taken.memory:
-        used.add_metric([tier, device], bytes_used)
-        limits.add_metric([tier, device], capacity)
-    pages = GaugeMetricFamily("vera_cache_pages", "Pages by tier; those kept for reuse are among them.", labels=["tier"])
-    for tier, count in taken.pages.items():
-        pages.add_metric([tier], count)
-    yield from (used, limits, pages)
-    yield _gauge("cache_idle_bytes", "Bytes of fast memory that are kept for reuse and can be had at any time.", taken.idle_bytes)
+    yield _labelled("vera_cache_bytes", (((tier, device), used) for tier, device, used, _ in taken.memory))
+    yield _labelled("vera_cache_capacity_bytes", (((tier, device), most) for tier, device, _, most in taken.memory))
+    yield _labelled("vera_cache_pages", (((tier,), count) for tier, count in taken.pages.items()))
+    yield _plain("vera_cache_idle_bytes", taken.idle_bytes)
 
 
 def _tier_metrics(taken: Snapshot) -> Iterator[Metric]:
     """Nothing for a native cache."""
     if (tiers := taken.tiers) is None:
         return
-    moves = CounterMetricFamily("vera_page_moves", "Pages that changed their tier.", labels=["from", "to"])
-    for (source, target), count in taken.page_moves.items():
-        moves.add_metric([source, target], count)
-    hits = CounterMetricFamily("vera_page_hits", "Pages that error control asked for, by where they were.", labels=["tier"])
-    hits.add_metric(["warm"], tiers.hits - tiers.cold_hits)
-    hits.add_metric(["cold"], tiers.cold_hits)
-    yield from (moves, hits)
-    yield _counter("decode_steps", "Steps times sequences served within bounds.", tiers.decode_steps)
-    yield _counter("recompute_steps", "Those of them in which a cold page was restored.", tiers.recompute_steps)
-    yield _counter("recompute_seconds", "Time spent on restoring cold pages.", tiers.restore_seconds)
-    yield _counter("uncovered_hits", "Hits on cold pages that were left to their sketch.", tiers.uncovered_hits)
+    yield _labelled("vera_page_moves_total", taken.page_moves.items())
+    yield _labelled("vera_page_hits_total", ((("warm",), tiers.hits - tiers.cold_hits), (("cold",), tiers.cold_hits)))
+    yield _plain("vera_decode_steps_total", tiers.decode_steps)
+    yield _plain("vera_recompute_steps_total", tiers.recompute_steps)
+    yield _plain("vera_recompute_seconds_total", tiers.restore_seconds)
+    yield _plain("vera_uncovered_hits_total", tiers.uncovered_hits)
 
 
-def _gauge(name: str, meaning: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"vera_{name}", meaning, value=value)
+def _plain(name: str, value: float) -> Metric:
+    """A family of one value."""
+    return _labelled(name, [((), value)])
 
 
-def _counter(name: str, meaning: str, value: float) -> Metric:
-    return CounterMetricFamily(f"vera_{name}", meaning, value=value)
+def _labelled(name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    """A family with a value for each set of labels."""
+    metric = METRICS[name]
+    make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    family = make(name, metric.meaning, labels=metric.labels)
+    for labels, value in values:
+        family.add_metric(labels, value)
+    return family
 
 
 @contextmanager

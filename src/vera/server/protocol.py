@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from vera.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
 from vera.server.errors import bad_request
@@ -22,11 +23,32 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 """Lists in requests stop at their first fault: a body may have a million elements, and one is told about."""
 
+_MOST_BIASES = 1024
+_MOST_TERMS = 16
+
+
+def _at_most(limit: int) -> BeforeValidator:
+    """Refuses an object with more names before any of them is looked at: each could bring a fault of its own."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise PydanticCustomError("too_long", "Object should have at most {limit} names", {"limit": limit})
+        return value
+
+    return BeforeValidator(check)
+
+
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
+    "allowed_token_ids": (),
     "audio": (),
+    "bad_words": (),
     "best_of": (1,),
+    "cache_salt": (),
+    "chat_template": (),
     "continue_final_message": (False,),
     "documents": (),
+    "echo": (False,),
     "function_call": ("none",),
     "functions": (),
     "guided_choice": (),
@@ -35,19 +57,27 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "length_penalty": (1, 1.0),
     "logits_processors": (),
+    "max_completion_tokens": (),
     "modalities": (["text"],),
     "prediction": (),
+    "prompt_embeds": (),
     "prompt_logprobs": (),
+    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": (),
+    "top_logprobs": (),
     "truncate_prompt_tokens": (),
+    "typical_p": (1, 1.0),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Fields that change an answer in a way that is not served, and the values that change nothing (besides null and empty)."""
+"""Fields that change an answer in a way that is not served, and the values that change nothing (besides null and empty). Some are
+fields of one endpoint alone: they are refused by the other."""
 
 _RESERVED_TEMPLATE_ARGUMENTS = frozenset({"chat_template", "conversation", "documents", "messages", "tokenizer", "tools"})
 """A template of the client's own is a program that would run here; the others are said elsewhere or not served."""
@@ -95,7 +125,10 @@ class Generation(BaseModel):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=1024)
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MOST_BIASES), _at_most(_MOST_BIASES)]
+        | None
+    ) = None
     """Token ids, as strings, to what is added to their logits."""
     user: str | None = None
 
@@ -110,7 +143,7 @@ class Generation(BaseModel):
     """Lower runs first."""
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    vera: VeraTerms | None = None
+    vera: Annotated[VeraTerms, _at_most(_MOST_TERMS)] | None = None
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -183,18 +216,17 @@ class ChatRequest(Generation):
             raise bad_request("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
         if self.token_limit == 0:
             raise bad_request("max_tokens=0: an answer needs at least one token", "max_tokens")
-        if reserved := sorted(_RESERVED_TEMPLATE_ARGUMENTS & (self.chat_template_kwargs or {}).keys()):
-            raise bad_request(f"chat_template_kwargs must not have {', '.join(reserved)}", "chat_template_kwargs")
+        refuse_reserved(self.chat_template_kwargs)
 
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def conversation(self) -> list[dict[str, Any]]:
-        return [message.model_dump(exclude_unset=True) for message in self.messages]
+        return _conversation(self.messages)
 
     def template_arguments(self) -> dict[str, Any]:
-        return {"add_generation_prompt": self.add_generation_prompt is not False, **(self.chat_template_kwargs or {})}
+        return _template_arguments(self)
 
     def sampling(self, **more: Any) -> SamplingParams:
         return super().sampling(max_tokens=self.token_limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None, **more)
@@ -209,6 +241,8 @@ class CompletionRequest(Generation):
     """For each token its log-probability, and those of this many most likely ones."""
     echo: bool | None = None
     """Put the prompt before the answer; with logprobs, those of the prompt too. max_tokens may then be 0."""
+    add_special_tokens: bool | None = None
+    """Of texts: what the tokenizer adds by itself, such as a BOS token. null: true."""
 
     def check(self, max_n: int) -> None:
         super().check(max_n)
@@ -243,6 +277,25 @@ class TokenizeRequest(BaseModel):
     """Of a prompt: what the tokenizer adds by itself, such as a BOS token. null: true."""
     add_generation_prompt: bool | None = None
     """Of messages. null: true."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Of messages."""
+
+    def check(self) -> None:
+        """Refuses what no field can refuse alone."""
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        if self.messages is not None and self.add_special_tokens:
+            raise bad_request("add_special_tokens is only taken with a prompt; templates add their own", "add_special_tokens")
+        if self.prompt is not None and self.chat_template_kwargs:
+            raise bad_request("chat_template_kwargs is only taken with messages", "chat_template_kwargs")
+        refuse_reserved(self.chat_template_kwargs)
+        refuse_unsupported(self.model_extra or {})
+
+    def conversation(self) -> list[dict[str, Any]]:
+        return _conversation(self.messages or [])
+
+    def template_arguments(self) -> dict[str, Any]:
+        return _template_arguments(self)
 
 
 class DetokenizeRequest(BaseModel):
@@ -258,6 +311,19 @@ def refuse_unsupported(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if name in _UNSUPPORTED and value not in (None, [], {}) and value not in _UNSUPPORTED[name]:
             raise bad_request(f"{name} is not supported by this server; leave it out", name, code="unsupported_parameter")
+
+
+def refuse_reserved(template_arguments: dict[str, Any] | None) -> None:
+    if reserved := sorted(_RESERVED_TEMPLATE_ARGUMENTS & (template_arguments or {}).keys()):
+        raise bad_request(f"chat_template_kwargs must not have {', '.join(reserved)}", "chat_template_kwargs")
+
+
+def _conversation(messages: list[Message]) -> list[dict[str, Any]]:
+    return [message.model_dump(exclude_unset=True) for message in messages]
+
+
+def _template_arguments(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    return {"add_generation_prompt": body.add_generation_prompt is not False, **(body.chat_template_kwargs or {})}
 
 
 def _token_keys(bias: dict[str, float]) -> dict[int, float]:
@@ -295,14 +361,15 @@ class VeraUsage(_Body):
     """What the cache did for a request, over all its answers."""
 
     fidelity: str
+    """What the request was promised: by its own terms, or as the server is set."""
     attention_tolerance: float | None
-    """null: served exactly."""
+    """The same. null: exactly."""
     cached_tokens: CachedByTier
     """Prompt tokens that were found, by where they waited."""
     computed_tokens: int
     """Prompt tokens that were not found."""
     decode_steps: int
-    """Steps served within bounds."""
+    """Steps served within bounds. 0: all was read exactly, whatever was promised."""
     hits: int
     """Pages that error control asked for."""
     recompute_steps: int

@@ -14,8 +14,9 @@ from types import FrameType
 import uvicorn
 
 from vera.engine.engine import Engine
-from vera.errors import VeraError
+from vera.errors import ConfigError, VeraError
 from vera.server.app import build_app
+from vera.server.connections import Connection
 from vera.server.logs import configure_logging
 from vera.server.metrics import ServerMetrics
 from vera.server.service import Service
@@ -32,11 +33,19 @@ def serve(load: Callable[[], Engine], settings: ServerSettings) -> None:
     """Serves until a signal ends it. The port answers probes at once, `load` runs meanwhile.
 
     The first TERM or INT drains: no new requests, `grace_seconds` for those in flight, then every stream ends with an event. The
-    second one does without the grace. Raises what `load` raises, and VeraError if the port cannot be had.
+    second one does without the grace. Raises what `load` raises, VeraError if the port cannot be had, and ConfigError for TLS
+    files that are not good.
     """
     configure_logging()
     service = Service(load, settings, ServerMetrics())
-    server = Server(uvicorn_config(service, settings), service, grace_seconds=settings.grace_seconds)
+    config = uvicorn_config(service, settings)
+    try:
+        config.load()
+    except OSError as error:
+        # Nothing else of it reads files, and the error of a bad PEM file does not name it.
+        files = f"tls_certificate={settings.tls_certificate!r} and tls_key={settings.tls_key!r}"
+        raise ConfigError(f"{files} cannot be used ({error}); give a certificate and its key, as PEM files") from None
+    server = Server(config, service, grace_seconds=settings.grace_seconds)
     _log.info("starting", extra={"fields": {"settings": settings.to_dict()}})
     try:
         server.run()
@@ -96,6 +105,7 @@ def uvicorn_config(service: Service, settings: ServerSettings) -> uvicorn.Config
         port=settings.port,
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
+        http=Connection,
         lifespan="on",
         access_log=False,
         log_config=None,

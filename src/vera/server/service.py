@@ -16,7 +16,7 @@ from typing import Any
 from vera.engine.async_engine import Ask, AsyncEngine
 from vera.engine.engine import Engine
 from vera.engine.request import FinishReason, Update
-from vera.errors import EngineStopped
+from vera.errors import EngineStopped, RequestTooLong
 from vera.metrics.stats import RECENT, percentile
 from vera.sampling_params import SamplingParams
 from vera.server.encoding import Encoder
@@ -295,6 +295,11 @@ class Service:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
+    def time_limit(self, terms: VeraTerms | None) -> float:
+        """Seconds that a request may take from its arrival on: what it asks for, within what the server allows."""
+        limit, asked = self.settings.request_timeout_seconds, None if terms is None else terms.timeout_seconds
+        return limit if asked is None else min(limit, asked)
+
     def job(
         self,
         request_id: str,
@@ -306,8 +311,18 @@ class Service:
         priority: int = 0,
         hidden_tokens: int = 0,
     ) -> Job:
-        """`started`, by time.monotonic: when the request came. `hidden_tokens` of each answer are not shown and not counted."""
+        """`started`, by time.monotonic: when the request came. `hidden_tokens` of each answer are not shown and not counted.
+
+        Raises RequestTooLong for a prompt that leaves no room for an answer.
+        """
+        limit = self.time_limit(terms)
         terms, served = terms or VeraTerms(), self.served
+        if (longest := max(map(len, prompts))) >= served.max_model_len:
+            # The engine would say so too, but what shows a prompt along with its answer comes before that and takes its time.
+            raise RequestTooLong(
+                f"the prompt's {longest} tokens leave no room for an answer within the {served.max_model_len} tokens served; "
+                "shorten it, or serve more (max_model_len, the cache's ceiling)"
+            )
         fidelity = terms.fidelity or served.fidelity
         tolerance = served.attention_tolerance if terms.attention_tolerance is None else terms.attention_tolerance
         usage = UsageMeter(
@@ -317,14 +332,13 @@ class Service:
             tolerance if fidelity == "bounded" else None,
             hidden_tokens=hidden_tokens,
         )
-        limit = self.settings.request_timeout_seconds
         return Job(
             request_id,
             prompts,
             params,
             usage,
             priority=priority,
-            timeout_seconds=limit if terms.timeout_seconds is None else min(limit, terms.timeout_seconds),
+            timeout_seconds=limit,
             fidelity=terms.fidelity,
             attention_tolerance=terms.attention_tolerance,
             started=started,

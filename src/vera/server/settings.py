@@ -27,7 +27,7 @@ class ServerSettings:
     admin_key: str | None = None
     """Opens the admin routes, and all others. None: the admin routes are shut."""
     allow_no_key: bool = False
-    """Listen beyond loopback although there is no key."""
+    """Listen beyond loopback although there is no key, and answer whatever name the server is asked by."""
     tls_certificate: str | None = None
     """A PEM file; with `tls_key` the server speaks HTTPS."""
     tls_key: str | None = None

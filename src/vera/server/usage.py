@@ -17,7 +17,7 @@ class UsageMeter:
     prompt_lengths: Sequence[int]
     answers_per_prompt: int
     fidelity: str
-    """What the request is served with."""
+    """What the request is promised; it may be served better."""
     attention_tolerance: float | None
     """None: exactly."""
     hidden_tokens: int = 0

@@ -74,6 +74,18 @@ class ApiClient:
                 raise VeraError(f"{url} cannot be read: {_reason(error, self._target)}; is the server up?") from None
         return self._model
 
+    async def check_up(self) -> None:
+        """Raises VeraError if nobody answers, or a server that says it is not ready. Whether it lists models does not matter."""
+        import aiohttp
+
+        url = self._target.models_url
+        try:
+            async with self._open.get(url) as response:
+                if response.status >= 500:
+                    raise VeraError(f"{url} answers {await _refusal(response)}")
+        except (aiohttp.ClientError, OSError) as error:
+            raise VeraError(f"{url} cannot be read: {_reason(error, self._target)}; is the server up?") from None
+
     async def ask(self, messages: Sequence[Message], output_tokens: int) -> Answer:
         """Sends one request and reads its stream to the end.
 

@@ -74,16 +74,31 @@ async def _measure(bench: ServeBench, planned: list[Conversation], progress: Cal
 
 async def _ready(bench: ServeBench, client: ApiClient) -> str:
     """Waits for the server, warms it up, and returns the model's name."""
-    deadline = time.monotonic() + bench.ready_check_timeout_sec
-    while True:
-        try:
-            model = await client.find_model()
-            await _warm_up(bench, client)
-            return model
-        except VeraError:
-            if time.monotonic() + _RETRY_SECONDS > deadline:
-                raise
-        await asyncio.sleep(_RETRY_SECONDS)
+    if not bench.ready_check_timeout_sec:
+        return await _warm_model(bench, client)
+    failure = "nothing came back"
+    try:
+        async with asyncio.timeout(bench.ready_check_timeout_sec):
+            while True:
+                try:
+                    if not bench.num_warmups:
+                        await client.check_up()
+                    return await _warm_model(bench, client)
+                except VeraError as error:
+                    failure = str(error)
+                await asyncio.sleep(_RETRY_SECONDS)
+    except TimeoutError:
+        raise VeraError(
+            f"{bench.target.base_url} was not ready within {bench.ready_check_timeout_sec:g} s: {failure} "
+            "(raise --ready-check-timeout-sec, or see what the server is doing)"
+        ) from None
+
+
+async def _warm_model(bench: ServeBench, client: ApiClient) -> str:
+    """The model's name, once the server has answered every warm-up request."""
+    model = await client.find_model()
+    await _warm_up(bench, client)
+    return model
 
 
 async def _warm_up(bench: ServeBench, client: ApiClient) -> None:

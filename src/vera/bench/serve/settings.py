@@ -132,7 +132,8 @@ class ServeBench:
     num_warmups: int = 1
     """Requests before the clock starts, with a prompt of their own."""
     ready_check_timeout_sec: float = 0.0
-    """How long to wait for the server to answer the first warm-up request."""
+    """How long to wait for the server to answer the warm-up requests (or, with none, anything at all). 0: warm-ups are
+    tried once, and may take as long as any request."""
     goodput: Mapping[str, float] = field(default_factory=dict)
     """Limits in milliseconds on `ttft`, `tpot` and `e2el`; a request that keeps them all is good. Empty: no goodput."""
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
