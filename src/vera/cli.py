@@ -203,6 +203,10 @@ def serve(
     health_timeout: Annotated[float, typer.Option("--health-timeout", help="Seconds of the longest legal step.")] = 60.0,
     grace: Annotated[float, typer.Option("--grace", help="Seconds that running answers have after a TERM signal.")] = 30.0,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the access log.")] = False,
+    heat_log: Annotated[
+        str | None,
+        typer.Option("--heat-log", help="Append the heat distributions of an adaptive cache to this file; see `vera heat`."),
+    ] = None,
     threads: Threads = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API. Needs the extra `server`. Keys come from VERA_API_KEY and VERA_ADMIN_KEY."""
@@ -224,6 +228,7 @@ def serve(
         health_timeout_seconds=health_timeout,
         grace_seconds=grace,
         log_prompts=log_prompts,
+        heat_log=heat_log,
     )
     config = EngineConfig(
         cache=_cache(cache, cache_max_size_ratio, cache_max_bytes, page_dtype, cache_set),

@@ -19,6 +19,7 @@ from engines import PAGE, make_engine
 from tiny_models import tiny_model, tiny_tokenizer
 from vera.config import CacheConfig, EngineConfig
 from vera.engine.engine import Engine
+from vera.heatlog.log import HeatLog
 from vera.models import LoadedModel, adopt_model
 from vera.server.metrics import ServerMetrics
 from vera.server.run import Server, uvicorn_config
@@ -132,10 +133,12 @@ class RunningServer:
 
 
 @contextmanager
-def running(load: Callable[[], Engine] = speaking_engine, *, ready: bool = True, **settings: Any) -> Iterator[RunningServer]:
+def running(
+    load: Callable[[], Engine] = speaking_engine, *, ready: bool = True, heat_log: HeatLog | None = None, **settings: Any
+) -> Iterator[RunningServer]:
     """A server on a free port; `ready`: after the model is loaded. Ends with everything given back."""
     chosen = ServerSettings(**{"port": 0, "grace_seconds": 0.0, **settings})
-    service = Service(load, chosen, ServerMetrics())
+    service = Service(load, chosen, ServerMetrics(), heat_log=heat_log)
     server = Server(uvicorn_config(service, chosen), service, grace_seconds=chosen.grace_seconds)
     loops: list[asyncio.AbstractEventLoop] = []
 

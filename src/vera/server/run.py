@@ -9,12 +9,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from vera.engine.engine import Engine
 from vera.errors import ConfigError, VeraError
+from vera.heatlog.log import HeatLog
 from vera.server.app import build_app
 from vera.server.connections import Connection
 from vera.server.logs import configure_logging
@@ -37,7 +39,8 @@ def serve(load: Callable[[], Engine], settings: ServerSettings) -> None:
     files that are not good.
     """
     configure_logging()
-    service = Service(load, settings, ServerMetrics())
+    heat_log = None if settings.heat_log is None else HeatLog(Path(settings.heat_log), about={})
+    service = Service(load, settings, ServerMetrics(), heat_log=heat_log)
     config = uvicorn_config(service, settings)
     try:
         config.load()

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from vera.cache import TierStats
 from vera.engine.async_engine import Ask, AsyncEngine
 from vera.engine.engine import Engine
 from vera.engine.request import FinishReason, Update
 from vera.errors import EngineStopped, RequestTooLong
+from vera.heatlog.log import HeatLog, follow
 from vera.metrics.stats import RECENT, percentile
 from vera.sampling_params import SamplingParams
 from vera.server.encoding import Encoder
@@ -103,7 +105,14 @@ class _Latencies:
 class Service:
     """Belongs to one event loop. `load` makes the engine; it is called on a thread, while the server already answers probes."""
 
-    def __init__(self, load: Callable[[], Engine], settings: ServerSettings, metrics: ServerMetrics) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Engine],
+        settings: ServerSettings,
+        metrics: ServerMetrics,
+        *,
+        heat_log: HeatLog | None = None,
+    ) -> None:
         self.settings = settings
         self.metrics = metrics
         self.state = State.LOADING
@@ -122,6 +131,8 @@ class Service:
         """Answers that run, wait, or have their prompts encoded."""
         self._snapshot: Snapshot | None = None
         self._latencies = _Latencies()
+        self._heat_log = heat_log
+        self._following: asyncio.Task[None] | None = None
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -153,6 +164,12 @@ class Service:
         self.drain()
         if self._loading is not None:
             self._loading.cancel()
+        if self._following is not None and self._heat_log is not None:
+            self._following.cancel()
+            if (stats := await self._tier_stats()) is not None:
+                await asyncio.to_thread(self._heat_log.take, stats)  # what has come since it was last brought
+        if self._heat_log is not None:
+            self._heat_log.close()
         if self._engine is not None:
             await self._engine.close(join_seconds=_JOIN_SECONDS)
         if self._encoder is not None:
@@ -217,6 +234,14 @@ class Service:
         )
         self._engine = AsyncEngine(engine)
         self._engine.start()
+        if self._heat_log is not None:
+            about = {"model": self._served.name, "hot_score_threshold": config.cache.hot_score_threshold}
+            self._heat_log.describe(about)
+            self._following = asyncio.create_task(follow(self._heat_log, self._tier_stats))
+
+    async def _tier_stats(self) -> TierStats | None:
+        taken = await self.snapshot()
+        return None if taken is None else taken.tiers
 
     # -- what there is -------------------------------------------------------------------------------------------------
 

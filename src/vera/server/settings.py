@@ -47,6 +47,8 @@ class ServerSettings:
     """How long running answers may go on after a TERM signal; then each stream is ended with an event."""
     log_prompts: bool = False
     """Write prompts into the access log."""
+    heat_log: str | None = None
+    """The file that the heat distributions of an adaptive cache are appended to; see `vera heat`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
