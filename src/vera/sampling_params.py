@@ -26,8 +26,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides (multiplies, where negative) the logits of tokens in the prompt and the output (CTRL, eq. in section 4.1). From 0.01
-    to 100."""
+    """Divides (multiplies, where negative) the logits of tokens in prompt and output (CTRL, eq. in section 4.1); 0.01 to 100."""
     presence_penalty: float = 0.0
     """Subtracted once from the logits of tokens in the output, in [-2, 2]."""
     frequency_penalty: float = 0.0
