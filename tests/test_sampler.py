@@ -129,7 +129,7 @@ def test_a_row_whose_every_token_is_banned_is_marked() -> None:
 
 
 def test_penalties_that_overflow_are_marked() -> None:
-    [result] = Sampler().sample(torch.full((1, 4), 3e38), [row(repetition_penalty=1e-30, prompt=[2])])
+    [result] = Sampler().sample(torch.full((1, 4), 3e38), [row(repetition_penalty=0.01, prompt=[2])])
     assert not result.finite
 
 
