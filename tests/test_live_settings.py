@@ -63,6 +63,14 @@ def test_one_request_may_bring_settings_of_its_own():
     finished(engine)
 
 
+@pytest.mark.parametrize("change", [{"skip_share": 0.5}, {"cold_drop_step": 77}, {"recompute_time_share": 0.3}])
+def test_one_request_cannot_bring_what_concerns_all(change):
+    engine = tiered_engine()
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        ask(engine, prompt_of(100), cache_settings=replace(engine.cache.config, **change))
+    assert not engine.has_unfinished()
+
+
 def test_what_concerns_the_whole_cache_changes_at_once():
     engine = tiered_engine()
     config = replace(engine.cache.config, cold_drop_step=77, recompute_target=(0.2, 0.3), recompute_budget=1)

@@ -29,7 +29,7 @@ from vera.cache.pool import CacheShape, Integers, PagePool
 from vera.cache.recompute import BlockOf, Costs, RecomputeTrigger, RestorePass
 from vera.cache.sequence import PROBE_TOKENS, CacheUse, Sequence, Span
 from vera.cache.tiers import TierTables, block_overhead_bytes
-from vera.config import FIDELITIES, LIVE_SETTINGS, CacheConfig
+from vera.config import FIDELITIES, LIVE_SETTINGS, STORE_SETTINGS, CacheConfig
 from vera.errors import ConfigError
 
 _LAYOUT_VERSION = "vera-pages-1"
@@ -138,12 +138,18 @@ class AdaptiveCache:
         if self._keeper is not None:
             self._keeper.change_settings(config)
 
-    def check_settings(self, config: CacheConfig) -> None:
-        """Raises ConfigError if the cache would have to be made anew for these settings."""
+    def check_settings(self, config: CacheConfig, *, of_one_request: bool = False) -> None:
+        """Raises ConfigError if the cache would have to be made anew for these settings, or changed for all requests."""
         fixed = [f.name for f in fields(CacheConfig) if f.name not in LIVE_SETTINGS]
         if changed := [name for name in fixed if getattr(config, name) != getattr(self._made_with, name)]:
             told = ", ".join(f"{name}={getattr(self._made_with, name)!r} to {getattr(config, name)!r}" for name in changed)
             raise ConfigError(f"a running cache cannot change {told}; make a new one with these settings")
+        shared = sorted(name for name in STORE_SETTINGS if getattr(config, name) != getattr(self.config, name))
+        if of_one_request and shared:
+            raise ConfigError(
+                f"one request cannot bring {', '.join(shared)} of its own, which concern all requests; "
+                "leave the cache's values, or change them with Engine.set_cache_settings"
+            )
         if config.recompute_budget > self._made_with.recompute_budget:
             raise ConfigError(
                 f"recompute_budget={config.recompute_budget} is above the {self._made_with.recompute_budget} that this cache has "

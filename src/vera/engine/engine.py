@@ -137,9 +137,9 @@ class Engine:
 
         Lower `priority` runs first. `arrived_at`, by `clock`, is when the caller got the request, if that is not now. `fidelity`
         (native, bounded or exact) and `attention_tolerance` take the place of the cache's settings, and so do `cache_settings`,
-        of which the request keeps those that concern it alone to its end. Raises
-        RequestError for what cannot be honoured, RequestTooLong for what can never fit, CapacityError when too many wait; none
-        of them disturbs the other requests.
+        which the request keeps to its end; they may differ from the cache's in what concerns one sequence alone. Raises
+        ConfigError where they differ in more, RequestError for what cannot be honoured, RequestTooLong for what can never fit,
+        CapacityError when too many wait; none of them disturbs the other requests.
         """
         params = params or SamplingParams()
         prompt = self.check_request(prompt_token_ids, params)
@@ -149,7 +149,8 @@ class Engine:
         self._check_fidelity(fidelity, attention_tolerance)
         wanted = params.max_tokens or max(1, params.min_tokens)
         settings = cache_settings or self.cache.config
-        self.cache.check_settings(settings)
+        if cache_settings is not None:
+            self.cache.check_settings(cache_settings, of_one_request=True)
         longest = self._check_room(len(prompt) + wanted, fidelity, settings)
         if self.num_waiting >= self.config.max_waiting:
             raise CapacityError(f"{self.config.max_waiting} requests are waiting already; try later or raise max_waiting")
