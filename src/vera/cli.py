@@ -1,4 +1,5 @@
-"""The command line: `vera generate | chat | serve | check | demo | inspect | heat | fidelity | bench | models | params`.
+"""The command line: `vera generate | chat | serve | check | demo | inspect | heat | fidelity | bench | models | params |
+rollout | degrade`.
 
 Answers and JSON go to stdout, everything else to stderr. Exit codes: 0 done, 1 it could not be done, 2 wrong usage.
 """
@@ -21,10 +22,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vera.bench.table.command import bench_table
 from vera.config import CacheConfig
 from vera.errors import ConfigError, RequestError, UnsupportedModel, VeraError
 from vera.params.commands import app as params_commands
+from vera.rollout.commands import degrade_app, rollout_app
 from vera.sampling_params import SamplingParams
+from vera.tune.command import tune
 
 if TYPE_CHECKING:
     from vera.engine.engine import Engine
@@ -42,7 +46,11 @@ bench = typer.Typer(
     help="Measure this machine: every run in a process of its own, baselines in the same call.", no_args_is_help=True
 )
 app.add_typer(bench, name="bench")
+bench.command("table")(bench_table)
+app.command()(tune)
 app.add_typer(params_commands, name="params")
+app.add_typer(rollout_app, name="rollout")
+app.add_typer(degrade_app, name="degrade")
 
 _stderr = Console(stderr=True)
 
@@ -174,6 +182,7 @@ def chat(
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf file, or `embedded`.")] = "embedded",
     host: Annotated[str, typer.Option("--host", help="The address to listen on; beyond loopback a key is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="0 takes any free port.")] = 8000,
@@ -207,6 +216,16 @@ def serve(
         str | None,
         typer.Option("--heat-log", help="Append the heat distributions of an adaptive cache to this file; see `vera heat`."),
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", help="Follow this profile's versions, with rollouts; see `vera params`, `vera rollout`."),
+    ] = None,
+    params_store: Annotated[
+        Path | None, typer.Option("--params-store", help="The store of versions; params.sqlite3 in Vera's home if not given.")
+    ] = None,
+    shadow_share: Annotated[
+        float, typer.Option("--shadow-share", help="Of a candidate's answers, the share that is computed natively too.")
+    ] = 0.05,
     threads: Threads = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API. Needs the extra `server`. Keys come from VERA_API_KEY and VERA_ADMIN_KEY."""
@@ -230,18 +249,31 @@ def serve(
         log_prompts=log_prompts,
         heat_log=heat_log,
     )
+    if profile is None and params_store is not None:
+        raise ConfigError(f"--params-store {params_store} is used with --profile alone; name the profile to follow")
+    try:
+        from vera.server.following import follow_nothing, follow_profile
+        from vera.server.run import serve as run_server
+    except ModuleNotFoundError as error:
+        raise VeraError(f"{error.name} is missing; install vera-engine[server]") from None
+    if profile is None:
+        cache_config = _cache(cache, cache_max_size_ratio, cache_max_bytes, page_dtype, cache_set)
+        oversight = follow_nothing(cache_config, shadow_share=shadow_share)
+    else:
+        options = {"mode": cache, "cache_max_size_ratio": cache_max_size_ratio}
+        options |= {"cache_max_bytes": cache_max_bytes, "page_dtype": page_dtype}
+        named = {"mode": "cache"}
+        given = {name: value for name, value in options.items() if _was_given(context, named.get(name, name))}
+        given |= _settings(cache_set or [])
+        cache_config, oversight = follow_profile(profile, given, store=params_store, shadow_share=shadow_share)
     config = EngineConfig(
-        cache=_cache(cache, cache_max_size_ratio, cache_max_bytes, page_dtype, cache_set),
+        cache=cache_config,
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,
         max_waiting=max_num_seqs + max_waiting,  # what comes between two steps waits first, seats or not
         max_model_len=max_model_len,
         num_threads=threads,
     )
-    try:
-        from vera.server.run import serve as run_server
-    except ModuleNotFoundError as error:
-        raise VeraError(f"{error.name} is missing; install vera-engine[server]") from None
 
     def load() -> Engine:
         from vera.engine.engine import Engine
@@ -249,7 +281,7 @@ def serve(
 
         return Engine(load_model(model), config)
 
-    run_server(load, settings)
+    run_server(load, settings, oversight=oversight)
 
 
 @app.command()
@@ -665,6 +697,11 @@ def _sampling(
 def _cache(mode: str, ratio: float, max_bytes: int | None, page_dtype: str, others: list[str] | None) -> CacheConfig:
     settings = {"mode": mode, "cache_max_size_ratio": ratio, "cache_max_bytes": max_bytes, "page_dtype": page_dtype}
     return CacheConfig.from_dict(settings | _settings(others or []))
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _llm(model: str, cache: CacheConfig, threads: int | None) -> LLM:

@@ -15,7 +15,7 @@ from engines import finish, greedy, make_engine, prompt_of
 from tier_engines import tiered_engine
 from vera.metrics.document import render
 from vera.metrics.registry import FIGURES, METRICS, Kind
-from vera.server.metrics import ServerMetrics
+from vera.server.metrics import Overview, ServerMetrics
 from vera.server.snapshot import take_snapshot
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -32,7 +32,8 @@ def shown(engine):
     metrics = ServerMetrics()
     metrics.count_response("/v1/completions", 200)
     metrics.observe_end(1.0, updates[-1])
-    text = metrics.render(take_snapshot(engine)).decode()
+    overview = Overview("chat", "chat@2", 25.0, 0.0, 1, 0) if engine.cache.adaptive else None
+    text = metrics.render(take_snapshot(engine), overview).decode()
     return {family.name: family for family in text_string_to_metric_families(text) if not family.name.endswith("_created")}
 
 

@@ -22,6 +22,7 @@ from vera.engine.engine import Engine
 from vera.heatlog.log import HeatLog
 from vera.models import LoadedModel, adopt_model
 from vera.server.metrics import ServerMetrics
+from vera.server.operations import Oversight
 from vera.server.run import Server, uvicorn_config
 from vera.server.service import Service
 from vera.server.settings import ServerSettings
@@ -43,6 +44,7 @@ def speaking_engine(model: LoadedModel | None = None, **config: Any) -> Engine:
 
 def adaptive_engine(**cache_settings: Any) -> Engine:
     """Sequences above 64 tokens are tiered."""
+    max_num_seqs = cache_settings.pop("max_num_seqs", 8)
     settings = {
         "mode": "adaptive",
         "page_size": PAGE,
@@ -52,7 +54,7 @@ def adaptive_engine(**cache_settings: Any) -> Engine:
         "cache_max_bytes": 30_000_000,
         **cache_settings,
     }
-    return Engine(speaking_model(), EngineConfig(cache=CacheConfig(**settings), max_batch_tokens=128, max_num_seqs=8))
+    return Engine(speaking_model(), EngineConfig(cache=CacheConfig(**settings), max_batch_tokens=128, max_num_seqs=max_num_seqs))
 
 
 class RunningServer:
@@ -134,11 +136,16 @@ class RunningServer:
 
 @contextmanager
 def running(
-    load: Callable[[], Engine] = speaking_engine, *, ready: bool = True, heat_log: HeatLog | None = None, **settings: Any
+    load: Callable[[], Engine] = speaking_engine,
+    *,
+    ready: bool = True,
+    heat_log: HeatLog | None = None,
+    oversight: Oversight | None = None,
+    **settings: Any,
 ) -> Iterator[RunningServer]:
     """A server on a free port; `ready`: after the model is loaded. Ends with everything given back."""
     chosen = ServerSettings(**{"port": 0, "grace_seconds": 0.0, **settings})
-    service = Service(load, chosen, ServerMetrics(), heat_log=heat_log)
+    service = Service(load, chosen, ServerMetrics(), heat_log=heat_log, oversight=oversight)
     server = Server(uvicorn_config(service, chosen), service, grace_seconds=chosen.grace_seconds)
     loops: list[asyncio.AbstractEventLoop] = []
 

@@ -16,6 +16,7 @@ from servers import speaking_model
 
 from tiny_models import tiny_tokenizer
 from vera.cache import CacheUse
+from vera.engine.audit import AuditResult
 from vera.engine.request import FinishReason, Update
 from vera.errors import CapacityError, ConfigError, EngineStopped, RequestError, RequestTooLong
 from vera.server.disconnects import unless_gone
@@ -285,6 +286,7 @@ def test_texts_that_wait_at_the_end_are_refused(monkeypatch):
 @pytest.mark.parametrize(("num_audits", "seen"), [(3, 3), (4, 4), (7, 4)])
 def test_audits_since_the_last_scrape_are_observed_as_far_as_they_are_kept(num_audits, seen):
     metrics = ServerMetrics()
-    metrics._take_audits(SimpleNamespace(num_audits=num_audits, audited_errors=(0.1, 0.2, 0.3, 0.4)))
-    metrics._take_audits(SimpleNamespace(num_audits=num_audits, audited_errors=(0.1, 0.2, 0.3, 0.4)))
+    audits = tuple(AuditResult("a", 0, error, 0.1) for error in (0.1, 0.2, 0.3, 0.4))
+    metrics._take_audits(SimpleNamespace(num_audits=num_audits, audits=audits))
+    metrics._take_audits(SimpleNamespace(num_audits=num_audits, audits=audits))
     assert metrics.registry.get_sample_value("vera_attention_error_true_count") == seen

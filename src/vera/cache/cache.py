@@ -224,6 +224,10 @@ class AdaptiveCache:
         scores = self._keeper.heat.scores(blocks) if self._keeper is not None else np.full(hot.shape, 0.5, dtype=np.float32)
         return np.where(hot, 0, np.where(cold, 2, 1)).astype(np.int8), scores
 
+    def is_tiered(self, sequence: str) -> NDArray[np.bool_]:
+        """For each block of a running sequence: it has a sketch, and its pages may be anywhere."""
+        return self.tables.is_tiered(self._sequences[sequence].block_ids)
+
     def exact_pages(self, sequence: str, layer: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """The exact keys and values of a sequence's first `num_tokens` in a layer, and its scale of errors; float32 copies.
 

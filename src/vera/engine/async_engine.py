@@ -17,6 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vera.config import CacheConfig
 from vera.engine.engine import Engine
 from vera.engine.request import Update
 from vera.errors import CapacityError, EngineStopped, RequestError
@@ -35,6 +36,7 @@ class Ask:
     timeout_seconds: float | None = None
     fidelity: str | None = None
     attention_tolerance: float | None = None
+    cache_settings: CacheConfig | None = None
 
 
 class _Reader:
@@ -222,6 +224,7 @@ class AsyncEngine:
                         arrived_at=arrived_at,
                         fidelity=ask.fidelity,
                         attention_tolerance=ask.attention_tolerance,
+                        cache_settings=ask.cache_settings,
                     )
                     reader.ids.append(answer)
                     self._answers[answer] = reader, index

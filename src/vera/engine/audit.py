@@ -19,6 +19,7 @@ KEPT = 4096
 class AuditResult:
     """Errors of one sequence's attention output in one layer, a mean over its query heads, relative to the value norms."""
 
+    request_id: str
     layer: int
     true_error: float
     estimated_error: float
@@ -75,7 +76,7 @@ class Auditor:
             return
         token = int(batch.query_starts[row + 1]) - 1
         true_error = _relative_error(query[token], output[token], *exact, options)
-        self.results.append(AuditResult(layer, true_error, total / count))
+        self.results.append(AuditResult(spans[row].sequence, layer, true_error, total / count))
         self.num_audits += 1
 
     def _estimates(self, batch: PagedBatch) -> tuple[float, int]:

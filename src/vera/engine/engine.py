@@ -194,6 +194,16 @@ class Engine:
         self._end(request, FinishReason.ABORT)
         return True
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the requests that run or wait, in the order in which they came."""
+        return list(self._requests)
+
+    @property
+    def running_ids(self) -> list[str]:
+        """Of the requests that have pages."""
+        return [] if self._closed else [request.id for request in self._scheduler.running]
+
     def has_unfinished(self) -> bool:
         """A call of `step` would do or return something."""
         return bool(self._requests or self._updates)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,12 +67,16 @@ class Rollouts:
         profile: str,
         *,
         started_with: CacheConfig | None = None,
+        pinned: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`started_with`: what the service runs with; a candidate that needs a restart is refused. `clock` gives seconds."""
+        """`started_with`: what the service runs with; a candidate that needs a restart is refused. `pinned` are settings that the
+        service was given by its own options, whatever a version says of them. `clock` gives seconds.
+        """
         self.profile = profile
         self._store = store
         self._started_with = started_with
+        self._pinned = frozenset(pinned)
         self._clock = clock
         self._lock = threading.RLock()
         """Held while the store is read or changed, which may take seconds."""
@@ -117,6 +121,12 @@ class Rollouts:
     def current(self) -> Rollout | None:
         """The one that is not over."""
         return self._serving.current
+
+    @property
+    def served(self) -> tuple[Version | None, Version | None]:
+        """What the stable arm, or everybody, is served with, and the candidate of the rollout that runs."""
+        serving = self._serving
+        return serving.stable, serving.candidate
 
     @property
     def refusal(self) -> str | None:
@@ -374,13 +384,13 @@ class Rollouts:
             before = baseline.settings
         else:
             return None
-        stuck = needs_restart(before, wanted.settings)
+        stuck = [change for change in needs_restart(before, wanted.settings) if change.name not in self._pinned]
         listed = ", ".join(f"{change.name} ({change.before} to {change.after})" for change in stuck)
         return f"{listed} changes only at a restart" if stuck else None
 
     def _follow(self, active: Version | None) -> None:
         """An active version that this service cannot take leaves it with the one before."""
-        unfit = None if active is None else self._unfit(active)
+        unfit = None if active is None else self.unfit(active)
         if active is None or unfit is None:
             self._active, self._refusal = active, None
             return
@@ -391,16 +401,16 @@ class Rollouts:
         if rollout is None or rollout.is_over:
             return _Serving(rollout, self._active, None)
         stable = None if rollout.baseline is None else self._store.get(rollout.baseline)
-        if stable is not None and self._unfit(stable) is not None:
+        if stable is not None and self.unfit(stable) is not None:
             stable = self._active
         candidate = self._store.get(rollout.candidate)
-        if (unfit := self._unfit(candidate)) is not None:
+        if (unfit := self.unfit(candidate)) is not None:
             self._stopped = (rollout.id, f"{candidate.ref} cannot be served: {unfit}")
         stopped = self._stopped[1] if self._stopped is not None and self._stopped[0] == rollout.id else None
         return _Serving(rollout, stable, candidate, stopped)
 
-    def _unfit(self, version: Version) -> str | None:
-        """Why this service cannot serve with a version as it runs; None: it can."""
+    def unfit(self, version: Version) -> str | None:
+        """Why this service cannot serve with a version while it runs; None: it can."""
         try:
             version.config()
         except ConfigError as error:

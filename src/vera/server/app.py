@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,27 +18,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import vera
 from vera.errors import VeraError
 from vera.server import protocol
+from vera.server.admin import add_admin
 from vera.server.chat import ChatGenerator
 from vera.server.completions import CompletionGenerator
 from vera.server.errors import ApiError, as_api_error, from_validation
 from vera.server.limits import BodyLimit, ClientGone
 from vera.server.logs import CLIENT_GONE, AccessLog, record_of
+from vera.server.protocol import error_responses
 from vera.server.security import PUBLIC, Gate
 from vera.server.service import Service
 from vera.server.settings import ServerSettings
 
-_MEANINGS = {
-    400: "The request cannot be honoured; `param` names the field.",
-    401: "The key is missing or wrong.",
-    403: "The key does not open this route, or a server without keys was asked by a name that is not its own.",
-    404: "There is no such model.",
-    408: "The body did not come in time.",
-    413: "The body is too large.",
-    429: "The queue is full; try again after `Retry-After` seconds.",
-    500: "The server failed on this request.",
-    503: "The server is loading, ending or dead; try again after `Retry-After` seconds.",
-    504: "The answer was not done before its deadline.",
-}
+_JSON = "application/json"
 _BODY = (400, 401, 408, 413, 500)
 """Statuses of every route that takes a body."""
 _CHUNKS = (protocol.ChatCompletionChunk, protocol.CompletionChunk)
@@ -68,6 +58,7 @@ def build_app(service: Service, settings: ServerSettings) -> FastAPI:
     _add_models(app, service)
     _add_tokens(app, service)
     _add_operations(app, service)
+    add_admin(app, service)
     _add_errors(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, max_depth=settings.max_json_depth)
@@ -129,12 +120,12 @@ def _add_models(app: FastAPI, service: Service) -> None:
             id=served.name, object="model", created=int(service.started), owned_by="vera", max_model_len=served.max_model_len
         )
 
-    @app.get("/v1/models", responses=_errors(401, 500, 503))
+    @app.get("/v1/models", responses=error_responses(401, 500, 503))
     async def list_models() -> protocol.ModelList:
         """The model that is served."""
         return protocol.ModelList(object="list", data=[card()])
 
-    @app.get("/v1/models/{model:path}", responses=_errors(401, 404, 500, 503))
+    @app.get("/v1/models/{model:path}", responses=error_responses(401, 404, 500, 503))
     async def retrieve_model(model: str) -> protocol.ModelCard:
         """The same by its name."""
         service.check_model(model)
@@ -142,7 +133,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    statuses = _errors(*_BODY, 404, 429, 503)
+    statuses = error_responses(*_BODY, 404, 429, 503)
 
     @app.post("/tokenize", responses=statuses)
     async def tokenize(body: protocol.TokenizeRequest) -> protocol.Tokens:
@@ -166,57 +157,31 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 def _add_operations(app: FastAPI, service: Service) -> None:
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", responses=_errors(500, 503))
+    @app.get("/health", responses=error_responses(500, 503))
     async def health() -> protocol.Health:
         """The engine lives: its loop came by within the longest legal step. Needs no key."""
         service.check_health()
         return protocol.Health(status="ok")
 
     @app.head("/ready", include_in_schema=False)
-    @app.get("/ready", responses=_errors(500, 503))
+    @app.get("/ready", responses=error_responses(500, 503))
     async def ready() -> protocol.Health:
         """Requests are taken: the model is loaded, and the server is not ending. Needs no key."""
         service.check_ready()
         return protocol.Health(status="ok")
 
-    @app.get("/version", responses=_errors(401, 500))
+    @app.get("/version", responses=error_responses(401, 500))
     async def version() -> protocol.Version:
         return protocol.Version(version=vera.__version__)
 
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus's text format."}
 
-    @app.get("/metrics", response_model=None, responses={200: text, **_errors(401, 500)})
+    @app.get("/metrics", response_model=None, responses={200: text, **error_responses(401, 500)})
     async def metrics() -> Response:
         """Counters and latencies for Prometheus."""
-        return Response(service.metrics.render(await service.snapshot()), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    @app.get("/admin/stats", response_model=None, responses={200: {"content": {_JSON: {"schema": _OBJECT}}}, **_errors(401, 500)})
-    async def stats() -> dict[str, Any]:
-        """What the engine, the cache and the requests in flight are doing, recent percentiles, and the effective settings."""
-        return await _stats(service)
-
-
-_JSON = "application/json"
-_OBJECT = {"type": "object"}
-
-
-async def _stats(service: Service) -> dict[str, Any]:
-    taken = await service.snapshot()
-    ready = taken is not None
-    return {
-        "state": service.state.value,
-        "settings": {"server": service.settings.to_dict(), "engine": service.served.settings if ready else None},
-        "engine": {
-            "running": taken.num_running,
-            "waiting": taken.num_waiting,
-            **await asyncio.to_thread(taken.stats.snapshot),
-            **service.end_to_end_percentiles(),
-        }
-        if taken
-        else None,
-        "cache": taken.cache() if taken else None,
-        "requests": service.jobs(),
-    }
+        operations = service.operations_or_none
+        text = service.metrics.render(await service.snapshot(), operations.overview() if operations else None)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 # -- errors and the OpenAPI document -----------------------------------------------------------------------------------
@@ -247,11 +212,6 @@ def _told(request: Request, error: ApiError) -> Response:
     return error.response()
 
 
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """These, and 403, which every route can give."""
-    return {status: {"model": protocol.ErrorBody, "description": _MEANINGS[status]} for status in sorted({403, *statuses})}
-
-
 def _answers(model: type, chunk: type, statuses: tuple[int, ...]) -> dict[int | str, dict[str, Any]]:
     """Whole, or with `stream` as events: chunks, perhaps an error, and an end marker."""
     told = {"anyOf": [{"$ref": f"{_SCHEMAS}{kind.__name__}"} for kind in (chunk, protocol.ErrorBody)]}
@@ -259,7 +219,7 @@ def _answers(model: type, chunk: type, statuses: tuple[int, ...]) -> dict[int | 
     # As OpenAPI 3.2 describes each event of a stream, and FastAPI in its own documents.
     events = {"itemSchema": {"type": "object", "required": ["data"], "properties": {"data": data}}}
     content = {"text/event-stream": events}
-    return {200: {"model": model, "description": "The answers.", "content": content}, **_errors(*statuses)}
+    return {200: {"model": model, "description": "The answers.", "content": content}, **error_responses(*statuses)}
 
 
 def _document(app: FastAPI) -> dict[str, Any]:

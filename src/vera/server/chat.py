@@ -36,6 +36,7 @@ class ChatGenerator(Generator):
             self._chat.vera,
             started=self.record.started,
             priority=self._chat.priority or 0,
+            key=self._chat.user,
         )
         return ChatForm(
             job,

@@ -58,6 +58,7 @@ class CompletionGenerator(Generator):
             started=self.record.started,
             priority=body.priority or 0,
             hidden_tokens=1 if body.max_tokens == 0 else 0,
+            key=body.user,
         )
         echoes = [await self._echo(*pair) for pair in zip(given, prompts, strict=True)] if body.echo else None
         return CompletionForm(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,6 +25,19 @@ _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _ERROR_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25)
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """How a service is operated, for Prometheus."""
+
+    profile: str | None
+    version: str | None
+    rollout_weight: float
+    """Percent."""
+    degraded_share: float
+    shadows_replayed: int
+    shadows_left_out: int
 
 
 class ServerMetrics:
@@ -63,19 +77,19 @@ class ServerMetrics:
         with _harmless():
             self._responses.labels(route, str(status)).inc()
 
-    def render(self, snapshot: Snapshot | None) -> bytes:
-        """The text that Prometheus reads. None: there is no engine yet."""
+    def render(self, snapshot: Snapshot | None, overview: Overview | None = None) -> bytes:
+        """The text that Prometheus reads. None: there is no engine yet, or nothing is operated."""
         if snapshot is not None:
             self._take_audits(snapshot)
-        self._engine.snapshot = snapshot
+        self._engine.snapshot, self._engine.overview = snapshot, overview
         return generate_latest(self.registry)
 
     def _take_audits(self, snapshot: Snapshot) -> None:
         """Observes the audits since the last scrape, as far as they are still kept."""
         new = snapshot.num_audits - self._num_audits
         self._num_audits = snapshot.num_audits
-        for error in snapshot.audited_errors[-new:] if new > 0 else ():
-            self._true_error.observe(error)
+        for audit in snapshot.audits[-new:] if new > 0 else ():
+            self._true_error.observe(audit.true_error)
 
 
 class _EngineCollector(Collector):
@@ -83,8 +97,11 @@ class _EngineCollector(Collector):
 
     def __init__(self) -> None:
         self.snapshot: Snapshot | None = None
+        self.overview: Overview | None = None
 
     def collect(self) -> Iterator[Metric]:
+        if self.overview is not None:
+            yield from _operation_metrics(self.overview)
         if (taken := self.snapshot) is None:
             return
         stats = taken.stats
@@ -117,6 +134,15 @@ def _tier_metrics(taken: Snapshot) -> Iterator[Metric]:
     yield _plain("vera_recompute_steps_total", tiers.recompute_steps)
     yield _plain("vera_recompute_seconds_total", tiers.restore_seconds)
     yield _plain("vera_uncovered_hits_total", tiers.uncovered_hits)
+
+
+def _operation_metrics(overview: Overview) -> Iterator[Metric]:
+    version = (overview.profile or "", overview.version or "")
+    yield _labelled("vera_params_version_info", [(version, 1)])
+    yield _plain("vera_rollout_weight", overview.rollout_weight)
+    yield _plain("vera_degraded", overview.degraded_share)
+    shadows = {("replayed",): overview.shadows_replayed, ("left_out",): overview.shadows_left_out}
+    yield _labelled("vera_shadow_answers_total", shadows.items())
 
 
 def _plain(name: str, value: float) -> Metric:

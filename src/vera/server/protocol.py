@@ -380,9 +380,9 @@ class VeraUsage(_Body):
     """Mean estimated error, relative to the value norms. null: nothing was estimated."""
     error_max: float | None
     params_version: str | None
-    """The version of the cache's parameters; null: this server has no versions."""
+    """The version of the cache's parameters that served the request; null: none, but as the server was started, or natively."""
     arm: str | None
-    """The arm of a rollout that served the request; null: there is none."""
+    """`stable` or `candidate` of a rollout, or `degraded`: natively, since the degrade switch is open. null: none of these."""
 
 
 class PromptTokensDetails(_Body):
@@ -538,3 +538,25 @@ class Tokens(_Body):
 
 class Text(_Body):
     prompt: str
+
+
+# -- in the OpenAPI document --------------------------------------------------------------------------------------------
+
+_MEANINGS = {
+    400: "The request cannot be honoured; `param` names the field.",
+    401: "The key is missing or wrong.",
+    403: "The key does not open this route, or a server without keys was asked by a name that is not its own.",
+    404: "There is no such model.",
+    408: "The body did not come in time.",
+    409: "It cannot be done as things stand; the message says why.",
+    413: "The body is too large.",
+    429: "The queue is full; try again after `Retry-After` seconds.",
+    500: "The server failed on this request.",
+    503: "The server is loading, ending or dead; try again after `Retry-After` seconds.",
+    504: "The answer was not done before its deadline.",
+}
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """These, and 403, which every route can give."""
+    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in sorted({403, *statuses})}

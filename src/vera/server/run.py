@@ -21,6 +21,7 @@ from vera.server.app import build_app
 from vera.server.connections import Connection
 from vera.server.logs import configure_logging
 from vera.server.metrics import ServerMetrics
+from vera.server.operations import Oversight
 from vera.server.service import Service
 from vera.server.settings import ServerSettings
 
@@ -31,7 +32,7 @@ _FLUSH_SECONDS = 5
 _TICK_SECONDS = 0.02
 
 
-def serve(load: Callable[[], Engine], settings: ServerSettings) -> None:
+def serve(load: Callable[[], Engine], settings: ServerSettings, *, oversight: Oversight | None = None) -> None:
     """Serves until a signal ends it. The port answers probes at once, `load` runs meanwhile.
 
     The first TERM or INT drains: no new requests, `grace_seconds` for those in flight, then every stream ends with an event. The
@@ -40,7 +41,7 @@ def serve(load: Callable[[], Engine], settings: ServerSettings) -> None:
     """
     configure_logging()
     heat_log = None if settings.heat_log is None else HeatLog(Path(settings.heat_log), about={})
-    service = Service(load, settings, ServerMetrics(), heat_log=heat_log)
+    service = Service(load, settings, ServerMetrics(), heat_log=heat_log, oversight=oversight)
     config = uvicorn_config(service, settings)
     try:
         config.load()

@@ -7,13 +7,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from vera.cache import TierStats
+from vera.config import CacheConfig
 from vera.engine.async_engine import Ask, AsyncEngine
 from vera.engine.engine import Engine
 from vera.engine.request import FinishReason, Update
@@ -24,9 +25,11 @@ from vera.sampling_params import SamplingParams
 from vera.server.encoding import Encoder
 from vera.server.errors import ApiError, bad_request, deadline_exceeded, too_busy, unavailable
 from vera.server.metrics import ServerMetrics
+from vera.server.operations import Operations, Oversight, Serving, serving_of
 from vera.server.protocol import VeraTerms
 from vera.server.settings import ServerSettings
-from vera.server.snapshot import Snapshot, take_snapshot
+from vera.server.shadow import Witness
+from vera.server.snapshot import Snapshot, take_page_map, take_snapshot
 from vera.server.usage import UsageMeter
 
 _log = logging.getLogger(__name__)
@@ -55,9 +58,6 @@ class Served:
     name: str
     """What clients call the model."""
     max_model_len: int
-    fidelity: str
-    """What a request gets that asks for nothing else."""
-    attention_tolerance: float
     max_in_flight: int
     """Answers that may run and wait together."""
     settings: dict[str, Any]
@@ -77,22 +77,45 @@ class Job:
     timeout_seconds: float = 0.0
     """From `started` on."""
     fidelity: str | None = None
+    """What it asks for itself, as `attention_tolerance`."""
     attention_tolerance: float | None = None
+    key: str = ""
+    """Requests with the same key stay in the same arm of a rollout."""
     started: float = 0.0
     """By time.monotonic, in seconds: when the request came."""
     first_token_seconds: float | None = None
+    engine_ids: list[str] = field(default_factory=list)
+    """Of its answers, in the order in which their first tokens came."""
+    serving: Serving | None = None
+    """None: it is not being answered yet."""
 
     @property
     def num_answers(self) -> int:
         return len(self.prompts) * self.params.n
 
-    def asks(self) -> list[Ask]:
+    def serve(self, serving: Serving) -> None:
+        """Is served this way from now on, and says so."""
+        self.serving, usage = serving, self.usage
+        usage.fidelity, usage.attention_tolerance = serving.fidelity, serving.attention_tolerance
+        usage.params_version, usage.arm = serving.version, serving.arm
+
+    def asks(self, params: SamplingParams) -> list[Ask]:
+        """`params` with `n`. Call once it is known how the job is served."""
+        assert self.serving is not None
+        serving = self.serving
         left = max(_SHORTEST_SECONDS, self.timeout_seconds - (time.monotonic() - self.started))
-        return [
-            Ask(prompt, params, self.priority, left, self.fidelity, self.attention_tolerance)
-            for prompt in self.prompts
-            for params in self.params.answers()
-        ]
+        how = (serving.asked_fidelity, serving.asked_tolerance, serving.settings)
+        return [Ask(prompt, answer, self.priority, left, *how) for prompt in self.prompts for answer in params.answers()]
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Of one answer's tokens, in seconds."""
+
+    clock: float
+    """When the last ones came, or the request."""
+    first_token_seconds: float | None = None
+    gaps: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -112,7 +135,9 @@ class Service:
         metrics: ServerMetrics,
         *,
         heat_log: HeatLog | None = None,
+        oversight: Oversight | None = None,
     ) -> None:
+        """`oversight`: how an adaptive engine is operated; without it, and with a native one, nothing can be changed."""
         self.settings = settings
         self.metrics = metrics
         self.state = State.LOADING
@@ -133,6 +158,10 @@ class Service:
         self._latencies = _Latencies()
         self._heat_log = heat_log
         self._following: asyncio.Task[None] | None = None
+        self._oversight = oversight
+        self._operations: Operations | None = None
+        self._cache_config = CacheConfig()
+        """The engine's, once there is one."""
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -170,6 +199,10 @@ class Service:
                 await asyncio.to_thread(self._heat_log.take, stats)  # what has come since it was last brought
         if self._heat_log is not None:
             self._heat_log.close()
+        if self._operations is not None:
+            await self._operations.close()
+        elif self._oversight is not None:
+            self._oversight.store.close()
         if self._engine is not None:
             await self._engine.close(join_seconds=_JOIN_SECONDS)
         if self._encoder is not None:
@@ -185,7 +218,7 @@ class Service:
 
     async def _start(self) -> None:
         try:
-            self._adopt(await self._loaded_engine())
+            await self._adopt(await self._loaded_engine())
         except Exception as error:
             self.state, self.failure = State.FAILED, error
             return
@@ -221,19 +254,21 @@ class Service:
         self._loader.start()
         return await coming
 
-    def _adopt(self, engine: Engine) -> None:
+    async def _adopt(self, engine: Engine) -> None:
         config = engine.config
+        self._cache_config = config.cache
         self._encoder = Encoder(engine.model, engine.max_model_len)
         self._served = Served(
             name=self.settings.served_model_name or engine.model.spec.name,
             max_model_len=engine.max_model_len,
-            fidelity=config.cache.fidelity if engine.cache.adaptive else "native",
-            attention_tolerance=config.cache.attention_tolerance,
             max_in_flight=config.max_waiting,  # a burst is all waiting before a step gives the first of it seats
             settings=config.to_dict(),
         )
         self._engine = AsyncEngine(engine)
         self._engine.start()
+        if self._oversight is not None and engine.cache.adaptive:
+            self._operations = await asyncio.to_thread(Operations, self._oversight, config.cache)
+            await self._operations.start(self._engine, self.snapshot, self._note_moved)
         if self._heat_log is not None:
             about = {"model": self._served.name, "hot_score_threshold": config.cache.hot_score_threshold}
             self._heat_log.describe(about)
@@ -284,6 +319,41 @@ class Service:
                 code="model_not_found",
             )
 
+    @property
+    def operations(self) -> Operations:
+        """Raises ApiError while the model is loading, and where there is nothing to operate."""
+        _ = self.served  # raises while there is no engine
+        if self._operations is None:
+            raise ApiError(
+                409,
+                "this service has a native cache, and nothing to change; start it with --cache adaptive",
+                code="native_cache",
+            )
+        return self._operations
+
+    @property
+    def operations_or_none(self) -> Operations | None:
+        return self._operations
+
+    def about(self) -> dict[str, Any]:
+        """What is served, since when, and the effective settings, JSON-ready."""
+        served = self._served
+        return {
+            "model": None if served is None else served.name,
+            "time": time.time(),
+            "uptime_seconds": max(0.0, time.time() - self.started),
+            "settings": {"server": self.settings.to_dict(), "engine": None if served is None else served.settings},
+        }
+
+    async def page_map(self, request_id: str) -> dict[str, Any]:
+        """Tiers and heat of a running answer's pages, JSON-ready. Raises ApiError if there is none, or it has no token yet."""
+        job = next((job for job in self._jobs.values() if job.id == request_id), None)
+        if job is not None and job.engine_ids and self._engine is not None:
+            engine_id = job.engine_ids[0]
+            if (pages := await self._engine.inspect(lambda engine: take_page_map(engine, engine_id))) is not None:
+                return {"request_id": request_id, **pages}
+        raise ApiError(404, f"no request {request_id!r} is being answered; GET /admin/stats lists those that are")
+
     async def snapshot(self) -> Snapshot | None:
         """The engine and its cache now, or as they were at the last call if a long step runs. None: there was none yet."""
         if self._engine is not None:
@@ -308,6 +378,9 @@ class Service:
                 "seconds": round(now - job.started, 3),
                 "priority": job.priority,
                 "fidelity": job.usage.fidelity,
+                "params_version": job.usage.params_version,
+                "arm": job.usage.arm,
+                "mode": "native" if job.usage.fidelity == "native" else "adaptive",
             }
             for job in self._jobs.values()
         ]
@@ -335,8 +408,10 @@ class Service:
         started: float,
         priority: int = 0,
         hidden_tokens: int = 0,
+        key: str | None = None,
     ) -> Job:
-        """`started`, by time.monotonic: when the request came. `hidden_tokens` of each answer are not shown and not counted.
+        """`started`, by time.monotonic: when the request came. `hidden_tokens` of each answer are not shown and not counted. With
+        the same `key` requests stay in the same arm of a rollout; None: each is on its own.
 
         Raises RequestTooLong for a prompt that leaves no room for an answer.
         """
@@ -348,13 +423,12 @@ class Service:
                 f"the prompt's {longest} tokens leave no room for an answer within the {served.max_model_len} tokens served; "
                 "shorten it, or serve more (max_model_len, the cache's ceiling)"
             )
-        fidelity = terms.fidelity or served.fidelity
-        tolerance = served.attention_tolerance if terms.attention_tolerance is None else terms.attention_tolerance
+        expected = serving_of(self._cache_config, terms.fidelity, terms.attention_tolerance)
         usage = UsageMeter(
             [len(prompt) for prompt in prompts],
             params.n,
-            fidelity,
-            tolerance if fidelity == "bounded" else None,
+            expected.fidelity,
+            expected.attention_tolerance,
             hidden_tokens=hidden_tokens,
         )
         return Job(
@@ -366,6 +440,7 @@ class Service:
             timeout_seconds=limit,
             fidelity=terms.fidelity,
             attention_tolerance=terms.attention_tolerance,
+            key=request_id if key is None else key,
             started=started,
         )
 
@@ -398,29 +473,66 @@ class Service:
         """
         if self._engine is None:
             raise self._away()
-        clocks = [job.started] * job.num_answers
-        begun = [False] * job.num_answers
+        params, witness = self._choose(job)
+        pace = [_Pace(job.started) for _ in range(job.num_answers)]
         self._jobs[id(job)] = job
         try:
-            async with aclosing(self._engine.answers(job.asks())) as batches:
+            async with aclosing(self._engine.answers(job.asks(params))) as batches:
                 async for batch in batches:
                     now = time.monotonic()
                     for index, update in batch:
                         job.usage.add(index, update)
+                        if witness is not None:
+                            witness.add(update)
                         if update.new_token_ids:
-                            observe = self.metrics.observe_next if begun[index] else self.metrics.observe_first
-                            observe(now - clocks[index])
-                            clocks[index], begun[index] = now, True
+                            self._count_tokens(job, pace[index], update, now)
                         if update.finished:
-                            self._end(job, update, now)
+                            self._end(job, pace[index], update, witness)
                     if job.first_token_seconds is None:
                         job.first_token_seconds = now - job.started
                     yield batch
         finally:
             del self._jobs[id(job)]
 
-    def _end(self, job: Job, update: Update, now: float) -> None:
+    def _choose(self, job: Job) -> tuple[SamplingParams, Witness | None]:
+        """How a job is served from now on. No other task runs between this and its place in the engine's inbox, so a flip of the
+        degrade switch finds the request either not chosen for yet, or there to be moved."""
+        if (operations := self._operations) is None:
+            serving = serving_of(self._cache_config, job.fidelity, job.attention_tolerance)
+        else:
+            serving = operations.serve(job.key, job.fidelity, job.attention_tolerance)
+        job.serve(serving)
+        if operations is not None and job.num_answers == 1 and operations.watched(job.id, serving, job.params):
+            assert serving.choice is not None
+            return operations.shadows.watched(job.params), Witness(serving.choice, job.prompts[0])
+        return job.params, None
+
+    def _note_moved(self, moved: Mapping[str, str]) -> None:
+        """The degrade switch is open. What is moved on its way is no sample of its arm any more."""
+        for job in self._jobs.values():
+            found = {moved[name] for name in job.engine_ids if name in moved}
+            if job.serving is not None and (found or not job.engine_ids):
+                fidelity = "exact" if "exact" in found else "native"
+                job.serve(replace(job.serving, fidelity=fidelity, attention_tolerance=None, choice=None))
+
+    def _count_tokens(self, job: Job, pace: _Pace, update: Update, now: float) -> None:
+        seconds = now - pace.clock
+        pace.clock = now
+        if pace.first_token_seconds is None:
+            self.metrics.observe_first(seconds)
+            pace.first_token_seconds = seconds
+            job.engine_ids.append(update.request_id)
+            if self._operations is not None and job.serving is not None:
+                self._operations.begun(update.request_id, job.serving)
+        else:
+            self.metrics.observe_next(seconds)
+            pace.gaps.append(seconds)
+
+    def _end(self, job: Job, pace: _Pace, update: Update, witness: Witness | None) -> None:
         """Counts an answer that has ended. Raises ApiError if it ended badly."""
+        if self._operations is not None and job.serving is not None:
+            self._operations.ended(job.serving, update, pace.first_token_seconds, pace.gaps, witness)
+        now = time.monotonic()
         self._latencies.end_to_end.append(now - job.started)
         self.metrics.observe_end(now - job.started, update)
         match update.finish_reason:

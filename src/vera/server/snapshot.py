@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vera.cache import AdaptiveCache, TierStats
+from vera.engine.audit import AuditResult
 from vera.engine.engine import Engine
 from vera.metrics.stats import EngineStats
 
@@ -33,8 +34,8 @@ class Snapshot:
     page_moves: dict[tuple[str, str], int]
     """From a tier to another; pages of demoted blocks and released units count in whole."""
     num_audits: int
-    audited_errors: tuple[float, ...]
-    """True errors of the latest audits, the newest last."""
+    audits: tuple[AuditResult, ...]
+    """The latest, the newest last."""
 
     def cache(self) -> dict[str, Any]:
         """What the cache holds and has done, JSON-ready."""
@@ -69,8 +70,35 @@ def take_snapshot(engine: Engine) -> Snapshot:
         pages=_pages(cache),
         page_moves={} if tiers is None else _page_moves(cache, tiers),
         num_audits=engine.auditor.num_audits,
-        audited_errors=tuple(result.true_error for result in engine.auditor.results),
+        audits=tuple(engine.auditor.results),
     )
+
+
+_WARM, _COLD = 1, 2
+"""In what `AdaptiveCache.tiers_of` gives; 0 is hot."""
+
+
+def take_page_map(engine: Engine, request_id: str) -> dict[str, Any] | None:
+    """Of a request that runs, JSON-ready: for each layer and block where its pages are, and the heat of the hottest one. None:
+    it does not run (any more). Call between two steps, on the engine's thread.
+
+    `e`: exact, since nothing of the block was ever demoted. Otherwise by KV heads: `c` if a page is cold, `h` if any is hot, `w`.
+    """
+    cache = engine.cache
+    if request_id not in engine.running_ids:
+        return None
+    tiers, heat = cache.tiers_of(request_id)
+    tiered = cache.is_tiered(request_id)
+    codes = np.where((tiers == _COLD).any(axis=2), "c", np.where((tiers != _WARM).any(axis=2), "h", "w"))
+    codes[~tiered] = "e"
+    return {
+        "tokens": len(tiers) * cache.config.page_size,
+        "page_size": cache.config.page_size,
+        "layers": tiers.shape[1],
+        "blocks": tiers.shape[0],
+        "tier": codes.T.tolist(),
+        "heat": heat.max(axis=2).T.astype(float).round(3).tolist(),
+    }
 
 
 def _memory(cache: AdaptiveCache) -> tuple[tuple[str, str, int, int], ...]:

@@ -20,6 +20,8 @@ class UsageMeter:
     """What the request is promised; it may be served better."""
     attention_tolerance: float | None
     """None: exactly."""
+    params_version: str | None = None
+    arm: str | None = None
     hidden_tokens: int = 0
     """Tokens of each answer that were made and are not shown."""
     completion_tokens: int = 0
@@ -73,8 +75,8 @@ class UsageMeter:
             "uncovered_hits": sum(use.uncovered_hits for use in self._uses),
             "error_mean": sum(use.error_sum for use in self._uses) / errors if errors else None,
             "error_max": max(use.error_max for use in self._uses) if errors else None,
-            "params_version": None,
-            "arm": None,
+            "params_version": self.params_version,
+            "arm": self.arm,
         }
 
     def _by_tier(self) -> dict[str, int]:
