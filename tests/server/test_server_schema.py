@@ -13,11 +13,14 @@ import pytest
 from servers import running, speaking_model
 
 from engines import PAGE
-from vera.config import CacheConfig, EngineConfig
+from vera.config import LIVE_SETTINGS, CacheConfig, EngineConfig
 from vera.engine.engine import Engine
+from vera.params import ParameterStore, setting_names
+from vera.server.operations import Oversight
 
 SCHEMA = Path(__file__).parent / "schema"
 KEYS = {"api_keys": ("key",), "admin_key": "admin-key"}
+PINNED = frozenset(setting_names()) - LIVE_SETTINGS
 GENERATION = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -52,13 +55,14 @@ def counted(server):
 
 
 def assert_holds(tmp_path, seconds, *more):
-    with running(short_engine, **KEYS) as server:
+    oversight = Oversight(ParameterStore(tmp_path / "params.sqlite3"), "long-document", pinned=PINNED)
+    with running(short_engine, oversight=oversight, **KEYS) as server:
         report = run_schemathesis(server, tmp_path, seconds, *more)
         responses = counted(server)
         server.wait_until_idle()
     print(json.dumps({"cases": report["test_cases"], "seconds": report["running_time"], "answered": sum(responses.values())}))
     print(json.dumps({f"{route} {status}": count for (route, status), count in sorted(responses.items())}))
-    assert report["operations"]["tested"] == report["operations"]["total"] == 11
+    assert report["operations"]["tested"] == report["operations"]["total"] == 21
     assert report["failures"] == report["errors"] == []
     assert {status for (_, status) in responses if status >= 500} <= {504}
     for route in GENERATION:

@@ -24,6 +24,7 @@ from vera.server.completions import CompletionGenerator
 from vera.server.errors import ApiError, as_api_error, from_validation
 from vera.server.limits import BodyLimit, ClientGone
 from vera.server.logs import CLIENT_GONE, AccessLog, record_of
+from vera.server.page import add_page
 from vera.server.protocol import error_responses
 from vera.server.security import PUBLIC, Gate
 from vera.server.service import Service
@@ -59,6 +60,7 @@ def build_app(service: Service, settings: ServerSettings) -> FastAPI:
     _add_tokens(app, service)
     _add_operations(app, service)
     add_admin(app, service)
+    add_page(app)
     _add_errors(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, max_depth=settings.max_json_depth)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from vera.config import LIVE_SETTINGS, CacheConfig
@@ -50,6 +50,6 @@ def follow_nothing(config: CacheConfig, *, shadow_share: float) -> Oversight | N
     """For a service without a profile: the degrade switch, whose history lasts as long as the process. None: it is native."""
     if config.mode == "native":
         return None
-    folder = tempfile.TemporaryDirectory(prefix="vera-operations-")
+    folder = TemporaryDirectory(prefix="vera-operations-")
     store = ParameterStore(Path(folder.name) / "params.sqlite3")
     return Oversight(store, None, keeps=False, shadow_share=shadow_share, folder=folder)

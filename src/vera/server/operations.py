@@ -12,6 +12,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import psutil
@@ -73,12 +74,18 @@ class Oversight:
     """Of the candidate's requests, those whose answers are replayed natively."""
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
 
-    folder: Any = None
-    """What has to live as long as the store."""
+    folder: TemporaryDirectory[str] | None = None
+    """Where the store lies, if it goes with the service."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.shadow_share <= 1:
             raise ConfigError(f"shadow_share={self.shadow_share!r} must be from 0 to 1")
+
+    def close(self) -> None:
+        """Closes the store. Idempotent."""
+        self.store.close()
+        if self.folder is not None:
+            self.folder.cleanup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +158,7 @@ class Operations:
     async def start(
         self, engine: AsyncEngine, snapshot: Callable[[], Any], on_moved: Callable[[Mapping[str, str]], None] = lambda moved: None
     ) -> None:
-        """Begins to look. `snapshot` awaits a Snapshot or None; `on_moved` hears of running requests that are served otherwise from
+        """Begins to look. `snapshot` awaits a Snapshot or None; `on_moved` hears which running requests are served otherwise from
         now on: their fidelities by the engine's ids."""
         self._engine, self._snapshot, self._on_moved = engine, snapshot, on_moved
         await self._follow()
@@ -163,7 +170,7 @@ class Operations:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(self._store.close)
+        await asyncio.to_thread(self.oversight.close)
 
     # -- for each request ----------------------------------------------------------------------------------------------
 
@@ -498,7 +505,7 @@ class _Seen:
 
 
 def make_native(engine: Engine) -> dict[str, str]:
-    """Every request, native where it fits so and exact where not. Both go on as a native cache would have. The fidelities by id."""
+    """Every request, native where it fits so and exact where not: both go on as a native cache would have. Fidelities by id."""
     moved = {}
     for request_id in engine.request_ids:
         for fidelity in ("native", "exact"):

@@ -15,6 +15,8 @@ from vera.server.settings import ServerSettings
 
 PUBLIC = frozenset({"/health", "/ready"})
 """What probes ask, who have no key."""
+_PAGES = "/dashboard"
+"""Files that hold no data: what the page shows it asks for with a key."""
 _ADMIN = "/admin"
 _HOST = re.compile(r"(\[[^]]*\]|[^:]*)(:\d*)?")
 """A name or an address, IPv6 in brackets, and perhaps a port."""
@@ -59,7 +61,9 @@ class Gate:
         key = _key_of(scope)
         if path == _ADMIN or path.startswith(f"{_ADMIN}/"):
             self._check_admin(key)
-        elif path not in PUBLIC and self._api_keys and not _matches(key, [*self._api_keys, *self._admin_keys]):
+        elif path in PUBLIC or path == _PAGES or path.startswith(f"{_PAGES}/"):
+            return
+        elif self._api_keys and not _matches(key, [*self._api_keys, *self._admin_keys]):
             raise _unauthorised(key)
 
     def _check_admin(self, key: bytes | None) -> None:

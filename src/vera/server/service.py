@@ -202,7 +202,7 @@ class Service:
         if self._operations is not None:
             await self._operations.close()
         elif self._oversight is not None:
-            self._oversight.store.close()
+            self._oversight.close()
         if self._engine is not None:
             await self._engine.close(join_seconds=_JOIN_SECONDS)
         if self._encoder is not None:
