@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import FastAPI, Path, Query
+from fastapi import FastAPI, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from vera.errors import ConfigError, ParamsError, UnknownVersion
@@ -79,7 +79,7 @@ def add_admin(app: FastAPI, service: Service) -> None:
     @app.get(
         "/admin/requests/{request_id}/pages", response_model=None, responses={200: _OBJECT, **error_responses(401, 404, 500, 503)}
     )
-    async def pages(request_id: Annotated[str, Path(max_length=200)]) -> dict[str, Any]:
+    async def pages(request_id: str) -> dict[str, Any]:
         """Where the pages of a running answer are, and how hot: by layer and block."""
         return await service.page_map(request_id)
 

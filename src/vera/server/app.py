@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import vera
@@ -202,11 +203,20 @@ def _add_errors(app: FastAPI) -> None:
     async def tell_http(request: Request, error: HTTPException) -> Response:
         """Unknown paths, methods that a path does not have, bodies that cannot be read."""
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return _told(request, ApiError(error.status_code, message, headers=error.headers))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_methods(app, request.scope))
+        return _told(request, ApiError(error.status_code, message, headers=headers))
 
     @app.exception_handler(ClientGone)
     async def tell_nobody(request: Request, error: ClientGone) -> Response:
         return Response(status_code=CLIENT_GONE)
+
+
+def _methods(app: FastAPI, scope: Scope) -> list[str]:
+    """Those of a path; Starlette names those of its first route alone."""
+    matching = [route for route in app.routes if route.matches(scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})
 
 
 def _told(request: Request, error: ApiError) -> Response:

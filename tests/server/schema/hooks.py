@@ -14,12 +14,17 @@ VOCABULARY = 260
 LONGEST = 24
 """Tokens of an answer."""
 DEADLINE_SECONDS = 20.0
+VERSIONS = {"/admin/params/activate": "version", "/admin/rollout/start": "candidate"}
+"""Where a body names a version: one that is there."""
 
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """Mends bodies that fit the document. Those that are meant not to, and the systematic ones, are sent as they are."""
     mends = case.meta is not None and case.meta.generation.mode.is_positive and case.meta.phase.name.value != "coverage"
+    if mends and isinstance(case.body, dict) and case.path in VERSIONS:
+        case.body = {**case.body, VERSIONS[case.path]: "long-document@1", **({"plan": "50:0:1"} if case.body.get("plan") else {})}
+        case.body.pop("limits", None)
     if mends and isinstance(case.body, dict) and case.path in ("/v1/chat/completions", "/v1/completions"):
         body = {name: value for name, value in case.body.items() if value is not None or len(name) % 2}
         mend(body)
