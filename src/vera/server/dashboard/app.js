@@ -12,7 +12,7 @@ import { connectPreferences, t } from "./preferences.js";
 const POLL_MS = 1000;
 const MAP_MS = 2000;
 const LONGEST_WAIT_MS = 30_000;
-const STALE_MS = 5000;
+const STALE_MS = 10_000;
 const NEWS_MS = 30_000;
 
 const history = new History();
@@ -144,6 +144,7 @@ async function pollMap() {
 
 function draw() {
   drawLink();
+  drawKey();
   if (page.phase !== "live") return drawNotice();
   drawHeader(page.stats);
   const loaded = page.stats.engine !== null;
@@ -177,11 +178,15 @@ function enter(phase, detail = "") {
   show($("notice"), phase !== "live");
   show($("panels"), phase === "live");
   show($("key-button"), phase !== "shut");
+  drawKey();
   drawNotice();
 }
 
-function drawNotice() {
+function drawKey() {
   say($("key-button"), t(api.hasKey() ? "key.forget" : "key.enter"));
+}
+
+function drawNotice() {
   if (page.phase === "live") return;
   const titled = page.phase === "loading" ? "loading" : `${page.phase}.title`;
   const details = { locked: t("locked.detail"), shut: t("shut.detail"), unreached: t("unreached.detail"), loading: "" };
@@ -266,8 +271,7 @@ $("key-button").addEventListener("click", () => (api.hasKey() ? forget() : askKe
 $("notice-button").addEventListener("click", () => (page.phase === "locked" ? askKey() : poll()));
 $("retry").addEventListener("click", poll);
 document.addEventListener("visibilitychange", () => {
-  if (document.hidden) clearTimeout(page.timer);
-  else if (page.phase !== "locked" && page.phase !== "shut" && page.phase !== "refused") void poll();
+  if (!document.hidden && !["locked", "shut", "refused"].includes(page.phase)) void poll();
 });
 setInterval(drawLink, 1000);
 draw();

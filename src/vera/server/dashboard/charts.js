@@ -93,7 +93,7 @@ class Chart {
     return {
       width: Math.max(120, frame.clientWidth),
       height: HEIGHT,
-      padding: [8, right ? 0 : 10, 0, 0],
+      padding: [8, right ? 0 : 26, 0, 0],
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 }, sync: { key: "vera" } },
       scales: { x: { time: true, range: () => [now() - this._span(now()), now()] }, left: scale, ...(right ? { right: scale } : {}) },

@@ -37,7 +37,8 @@ export function keyed(parent, items, keyOf, create, update) {
     if (parent.children[index] !== child) parent.insertBefore(child, parent.children[index] ?? null);
     update(child, item);
   });
-  for (const child of known.values()) child.remove();
+  // Not only what is known by its key: two items may have the same one, such as an id that clients chose.
+  while (parent.children.length > items.length) parent.lastElementChild.remove();
 }
 
 /** A row for each item and a cell for each column: `{name, className, fill(cell, item)}`. Rows are kept as `keyed` keeps elements. */

@@ -58,7 +58,7 @@ export const duration = (value) =>
 export function moment(text) {
   const time = new Date(text);
   if (Number.isNaN(time.getTime())) return text ?? t("none");
-  return time.toLocaleString(locale(), { dateStyle: "medium", timeStyle: "medium", hour12: false });
+  return time.toLocaleString(locale(), { dateStyle: "medium", timeStyle: "medium", hourCycle: "h23" });
 }
 
 /** Hours, minutes and seconds of a Unix time. */

@@ -2,7 +2,7 @@
 
 export const SPAN_SECONDS = 600;
 const WINDOW_SECONDS = 10;
-const GAP_SECONDS = 6;
+const GAP_SECONDS = 15;
 const LEAST_SECONDS = 0.5;
 
 export const SERIES = [

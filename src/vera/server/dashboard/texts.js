@@ -20,7 +20,7 @@ export const TEXTS = {
   "link.live": ["Live", "实时"],
   "link.offline": ["Offline", "离线"],
   "link.waiting": ["Connecting", "连接中"],
-  "age": ["{time} ago", "{time} 前"],
+  "age": ["{time} ago", "{time}前"],
 
   "loading": ["Waiting for the first answer of the service", "正在等待服务的首次应答"],
   "locked.title": ["The admin key opens this page", "需要管理密钥"],
@@ -35,7 +35,7 @@ export const TEXTS = {
   "loading.failed": ["The model could not be loaded. The log of the service says why.", "模型加载失败，原因见服务日志。"],
 
   "offline.title": ["No answer from the service.", "服务没有应答。"],
-  "offline.detail": ["What is shown is {age} old.", "所示数据为 {age} 之前。"],
+  "offline.detail": ["What is shown is {age} old.", "所示为 {age}前的数据。"],
   "offline.said": ["It said: {message}", "返回信息：{message}"],
   "offline.failed": ["This page cannot show its answer: {message}", "此页面无法显示服务的应答：{message}"],
   "offline.next": ["Next try in {seconds} s", "{seconds} 秒后重试"],
@@ -63,7 +63,7 @@ export const TEXTS = {
   "serving": ["Serving", "服务方式"],
   "serving.closed": ["Adaptive", "自适应"],
   "serving.open": ["Degraded to native", "已降级为原生"],
-  "serving.half-open": ["Half-open: part of new requests is adaptive", "半开：部分新请求为自适应"],
+  "serving.half-open": ["Half-open: some adaptive", "半开：部分自适应"],
   "serving.native": ["Native cache", "原生缓存"],
   "serving.native.detail": ["The service was started without an adaptive cache: there is nothing to degrade, roll out or version.", "服务启动时未启用自适应缓存：没有可降级、灰度或管理版本的内容。"],
   "serving.since": ["since {time}", "已持续 {time}"],
