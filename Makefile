@@ -9,10 +9,14 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 SOURCES := pyproject.toml $(wildcard native/CMakeLists.txt native/src/*)
 
-.PHONY: demo test soak check lint format bench clean env
+.PHONY: demo demo-ops test soak check lint format bench clean env
 
 demo: $(READY)
 	$(PY) -m vera.cli demo
+
+# A service under load, a rollout that is promoted, one that is rolled back, the degrade switch; serves on until Ctrl-C.
+demo-ops: $(READY)
+	$(PY) -m vera.cli demo-ops
 
 test: $(READY)
 	$(PY) -m pytest -m "not bench and not soak"

@@ -348,7 +348,7 @@ class _WordTokenizer:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"baselines": ("vllm",)}, "unknown baseline 'vllm'; known are transformers, llama.cpp"),
+        ({"baselines": ("sglang",)}, "unknown baseline 'sglang'; known are transformers, llama.cpp, vllm"),
         ({"caches": ("warm",)}, "unknown cache 'warm'; known are native"),
         ({"caches": "native"}, "must be a list of names"),
         ({"baselines": ("transformers", "transformers")}, "names one twice"),

@@ -22,9 +22,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vera.bench.peers import bench_peers
 from vera.bench.table.command import bench_table
 from vera.config import CacheConfig
 from vera.errors import ConfigError, RequestError, UnsupportedModel, VeraError
+from vera.ops_demo.command import demo_ops
 from vera.params.commands import app as params_commands
 from vera.rollout.commands import degrade_app, rollout_app
 from vera.sampling_params import SamplingParams
@@ -47,7 +49,9 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 bench.command("table")(bench_table)
+bench.command("peers")(bench_peers)
 app.command()(tune)
+app.command("demo-ops")(demo_ops)
 app.add_typer(params_commands, name="params")
 app.add_typer(rollout_app, name="rollout")
 app.add_typer(degrade_app, name="degrade")
@@ -475,7 +479,7 @@ def bench_decode(
     context: Annotated[int, typer.Option("--context", help="Tokens of each sequence's prompt.")] = 8000,
     new_tokens: Annotated[int, typer.Option("--new-tokens", help="Steps that are timed.")] = 32,
     cache: Annotated[str, typer.Option("--cache", help="Caches to measure, with commas between.")] = "native",
-    baseline: Annotated[str, typer.Option("--baseline", help="transformers, llama.cpp, with commas between.")] = "",
+    baseline: Annotated[str, typer.Option("--baseline", help="transformers, llama.cpp, vllm, with commas between.")] = "",
     model: Model = "embedded",
     page_dtype: PageDtype = "float16",
     repeats: Annotated[int, typer.Option("--repeats", help="Runs of each, in turns; figures are then medians.")] = 1,
@@ -513,7 +517,7 @@ def bench_decode(
 def bench_prefill(
     context: Annotated[int, typer.Option("--context", help="Tokens of the prompt.")] = 8000,
     cache: Annotated[str, typer.Option("--cache", help="Caches to measure, with commas between.")] = "native",
-    baseline: Annotated[str, typer.Option("--baseline", help="transformers, llama.cpp, with commas between.")] = "",
+    baseline: Annotated[str, typer.Option("--baseline", help="transformers, llama.cpp, vllm, with commas between.")] = "",
     model: Model = "embedded",
     page_dtype: PageDtype = "float16",
     repeats: Annotated[int, typer.Option("--repeats", help="Runs of each, in turns; figures are then medians.")] = 1,
@@ -681,6 +685,59 @@ def bench_serve(
         raise KeyboardInterrupt
     if result["failed"]:
         raise VeraError(f"{result['failed']} of {result['num_requests']} requests failed; the first: {result['first_error']}")
+
+
+@bench.command("workloads")
+def bench_workloads(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf file, or `embedded`.")] = "embedded",
+    workload: Annotated[
+        str, typer.Option("--workload", help="long-document, multi-turn, short-text, with commas between; all if not given.")
+    ] = "long-document,multi-turn,short-text",
+    cache_bytes: Annotated[int | None, typer.Option("--cache-bytes", help="The ceiling of either cache, in bytes.")] = None,
+    budget_sequences: Annotated[
+        float | None,
+        typer.Option("--budget-sequences", help="The ceiling, as what native needs for so many of the longest sequences."),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option("--requests", help="Requests of each workload; for multi-turn, conversations.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: whether it works, not how well.")] = False,
+    repeats: Annotated[int, typer.Option("--repeats", help="Runs of each cache, in turns; figures are then medians.")] = 1,
+    page_dtype: PageDtype = "float16",
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Most answers that run at the same time.")] = 16,
+    adaptive: AdaptiveSet = None,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed asks the same.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", help="A folder for workloads.json and workloads.md.")] = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Long documents, conversations and short texts through the service: native and adaptive in turns, under one ceiling."""
+    from vera.bench.workloads import WorkloadsBench, render_workloads, run_workloads, save_workloads
+
+    result = run_workloads(
+        WorkloadsBench(
+            model=model,
+            workloads=_names(workload),
+            cache_bytes=cache_bytes,
+            budget_sequences=budget_sequences,
+            requests=requests,
+            quick=quick,
+            repeats=repeats,
+            page_dtype=page_dtype,
+            max_num_seqs=max_num_seqs,
+            adaptive=_settings(adaptive or []),
+            seed=seed,
+            num_threads=threads,
+        )
+    )
+    (_stderr if as_json else Console()).print(render_workloads(result))
+    if out is not None:
+        for path in save_workloads(result, out):
+            _stderr.print(f"written to {path}", markup=False)
+    if as_json:
+        _print_json(result)
+    for measured in result["workloads"]:
+        _complain({f"{measured['name']}, {cache}": measured[cache] for cache in ("native", "adaptive")})
 
 
 # -- details -----------------------------------------------------------------------------------------------------------

@@ -20,8 +20,12 @@ _MODULES = {
     "adaptive": "vera.bench.subjects.engine_cache",
     "transformers": "vera.bench.subjects.transformers_sdpa",
     "llama.cpp": "vera.bench.subjects.llama_cpp_f16",
+    "vllm": "vera.bench.subjects.vllm_cpu",
 }
-_SETTINGS: dict[str, list[dict[str, Any]]] = {"llama.cpp": [{"flash_attention": True}, {"flash_attention": False}]}
+_SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "llama.cpp": [{"flash_attention": True}, {"flash_attention": False}],
+    "vllm": [{"dtype": "float32"}, {"dtype": "bfloat16"}],
+}
 """Subjects whose best setting depends on the machine: all of these are run, and the fastest one counts."""
 _FIGURE = {"decode": "decode_tokens_per_s", "prefill": "prefill_tokens_per_s"}
 """What is compared: the higher the better."""
@@ -90,6 +94,7 @@ def _arguments(bench: Bench, prepared: Mapping[str, Any]) -> dict[str, Outcome]:
     baselines = {
         "transformers": {"folder": prepared["folder"]},
         "llama.cpp": {"model": bench.model, "f16_path": prepared["f16_path"]},
+        "vllm": {"folder": prepared["folder"]},
     }
     return {name: common | own | {"cache": name} for name in bench.caches} | {
         name: common | baselines[name] for name in bench.baselines

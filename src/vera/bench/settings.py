@@ -12,7 +12,7 @@ from vera.errors import ConfigError
 
 CACHES = ("native", "adaptive")
 """Caches of Vera that can be measured."""
-BASELINES = ("transformers", "llama.cpp")
+BASELINES = ("transformers", "llama.cpp", "vllm")
 """What they can be compared with, in the same run."""
 
 

@@ -757,7 +757,9 @@ class AdaptiveCache:
 
     def _cool_idle(self) -> bool:
         assert self._keeper is not None
-        return any(self._keeper.demote_idle(block) for block in self.blocks.idle)
+        idle = np.asarray(self.blocks.idle, dtype=np.int64)
+        in_slots = (self.tables.hot_pages(idle) & self.tables.tierable).any(axis=(1, 2))  # many wait warm, and give nothing more
+        return any(self._keeper.demote_idle(block) for block in idle[in_slots].tolist())
 
     def _compact(self) -> bool:
         before = self.pool.frames.num_free_frames

@@ -105,6 +105,8 @@ class Serving:
     arm: str | None = None
     choice: Choice | None = None
     """Whose sample it is; None: of no arm, because it brought terms of its own or the switch is open."""
+    moved: bool = False
+    """On its way, by the switch: it shows neither what adaptive nor what native serving is like."""
 
     @property
     def mode(self) -> str:
@@ -229,7 +231,8 @@ class Operations:
             recompute_steps=use.recompute_steps if use is not None else 0,
             uncovered_hits=use.uncovered_hits if use is not None else 0,
         )
-        self.modes[serving.mode].add(outcome)
+        if not serving.moved:
+            self.modes[serving.mode].add(outcome)
         self._recent_gaps.extend(gaps)
         self._nonfinite += nonfinite
         self._adaptive_ended += serving.mode == "adaptive"

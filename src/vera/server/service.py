@@ -144,6 +144,7 @@ class Service:
         self.failure: Exception | None = None
         """Why the model could not be loaded."""
         self.started = time.time()
+        self._started_clock = time.monotonic()
         self._load = load
         self._loading: asyncio.Task[None] | None = None
         self._loader: threading.Thread | None = None
@@ -341,7 +342,7 @@ class Service:
         return {
             "model": None if served is None else served.name,
             "time": time.time(),
-            "uptime_seconds": max(0.0, time.time() - self.started),
+            "uptime_seconds": time.monotonic() - self._started_clock,
             "settings": {"server": self.settings.to_dict(), "engine": None if served is None else served.settings},
         }
 
@@ -513,7 +514,7 @@ class Service:
             found = {moved[name] for name in job.engine_ids if name in moved}
             if job.serving is not None and (found or not job.engine_ids):
                 fidelity = "exact" if "exact" in found else "native"
-                job.serve(replace(job.serving, fidelity=fidelity, attention_tolerance=None, choice=None))
+                job.serve(replace(job.serving, fidelity=fidelity, attention_tolerance=None, choice=None, moved=True))
 
     def _count_tokens(self, job: Job, pace: _Pace, update: Update, now: float) -> None:
         seconds = now - pace.clock

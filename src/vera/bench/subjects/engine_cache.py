@@ -45,8 +45,8 @@ def decode(
     loaded = load_model(model)
     settings = {"mode": cache, "page_dtype": page_dtype, "prefix_reuse": False}
     if cache == "adaptive":
-        settings |= _adaptive_settings(loaded, settings | dict(adaptive or {}), batch, total_tokens, cold_share)
-    engine = _engine(
+        settings |= adaptive_settings(loaded, settings | dict(adaptive or {}), batch, total_tokens, cold_share)
+    engine = make_engine(
         loaded,
         settings,
         batch,
@@ -57,8 +57,8 @@ def decode(
     )
     start = time.perf_counter()
     # One token more than is read: every sequence must still be running in the last step.
-    first = engine.add_request(token_ids, _greedy(2 + WARMUP_STEPS + new_tokens))
-    answers = {first: _first_tokens(engine)}
+    first = engine.add_request(token_ids, greedy(2 + WARMUP_STEPS + new_tokens))
+    answers = {first: first_tokens(engine)}
     prefill_seconds = time.perf_counter() - start
     for _ in range(batch - 1):
         answers[engine.duplicate(first)] = list(answers[first])
@@ -92,7 +92,7 @@ def prefill(
     *, model: str, cache: str, page_dtype: str, token_ids: list[int], max_batch_tokens: int, num_threads: int, seed: int
 ) -> dict[str, Any]:
     """The time from the request to its first token in an idle engine, after a short warm-up."""
-    engine = _engine(
+    engine = make_engine(
         load_model(model),
         {"mode": cache, "page_dtype": page_dtype, "prefix_reuse": False},
         1,
@@ -101,11 +101,11 @@ def prefill(
         num_threads=num_threads,
         seed=seed,
     )
-    engine.add_request(token_ids[:WARMUP_PROMPT_TOKENS], _greedy(1))
-    _first_tokens(engine)
+    engine.add_request(token_ids[:WARMUP_PROMPT_TOKENS], greedy(1))
+    first_tokens(engine)
     start = time.perf_counter()
-    engine.add_request(token_ids, _greedy(1))
-    tokens = _first_tokens(engine)
+    engine.add_request(token_ids, greedy(1))
+    tokens = first_tokens(engine)
     seconds = time.perf_counter() - start
     return {
         "prefill_tokens_per_s": len(token_ids) / seconds,
@@ -117,7 +117,7 @@ def prefill(
     }
 
 
-def _engine(
+def make_engine(
     model: LoadedModel,
     cache: Mapping[str, Any],
     batch: int,
@@ -131,7 +131,7 @@ def _engine(
 
     Where they bring no ceiling, the pool holds just these sequences exactly, with one block to spare for each.
     """
-    ceiling = {"cache_max_bytes": _native_bytes(model, cache, batch, sequence_tokens)}
+    ceiling = {"cache_max_bytes": native_bytes(model, cache, batch, sequence_tokens)}
     config = EngineConfig(
         cache=CacheConfig.from_dict({**ceiling, **cache}),
         max_num_seqs=batch,
@@ -147,18 +147,18 @@ def _engine(
     return engine
 
 
-def _native_bytes(model: LoadedModel, cache: Mapping[str, Any], batch: int, sequence_tokens: int) -> int:
+def native_bytes(model: LoadedModel, cache: Mapping[str, Any], batch: int, sequence_tokens: int) -> int:
     """With a block to spare for each sequence."""
     config = CacheConfig.from_dict(cache)
     return batch * shape_of(model).native_bytes(config, sequence_tokens + config.page_size)
 
 
-def _adaptive_settings(
+def adaptive_settings(
     model: LoadedModel, settings: Mapping[str, Any], batch: int, sequence_tokens: int, cold_share: float | None
 ) -> dict[str, Any]:
     """The settings, with a ceiling below which the batch fits, and a warm store that holds all but `cold_share` of its units."""
     config = CacheConfig.from_dict(settings)
-    native = _native_bytes(model, settings, batch, sequence_tokens)
+    native = native_bytes(model, settings, batch, sequence_tokens)
     if sequence_tokens <= config.min_context:
         return dict(settings) | {"cache_max_bytes": native + _SLACK_BYTES}
     blocks = batch * -(-sequence_tokens // config.page_size)
@@ -187,11 +187,12 @@ def _tier_figures(engine: Engine, before: TierStats | None, steps: Sequence[tupl
     }
 
 
-def _greedy(max_tokens: int) -> SamplingParams:
+def greedy(max_tokens: int) -> SamplingParams:
+    """The most likely token each time, whatever ends an answer."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def _first_tokens(engine: Engine) -> list[int]:
+def first_tokens(engine: Engine) -> list[int]:
     """Steps until a request of the engine gains a token."""
     while engine.has_unfinished():
         for update in engine.step():

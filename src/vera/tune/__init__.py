@@ -1,0 +1,1 @@
+"""`vera tune`: cache settings for a machine, a model and a kind of work, found by measuring."""
