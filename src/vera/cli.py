@@ -1,5 +1,5 @@
-"""The command line: `vera generate | chat | serve | check | demo | inspect | heat | fidelity | bench | models | params |
-rollout | degrade`.
+"""The command line: `vera generate | chat | serve | check | demo | demo-ops | inspect | heat | fidelity | bench | tune | models |
+params | rollout | degrade`.
 
 Answers and JSON go to stdout, everything else to stderr. Exit codes: 0 done, 1 it could not be done, 2 wrong usage.
 """

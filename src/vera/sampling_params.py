@@ -55,6 +55,8 @@ class SamplingParams:
     """For each generated token, its log-probability and that of this many most likely ones (before temperature). At most 20."""
     prompt_logprobs: int | None = None
     """The same for each prompt token; the first has none."""
+    prompt_logprobs_from: int = 0
+    """Index of the first prompt token that is reported: those before it have none, and cost nothing."""
 
     def __post_init__(self) -> None:
         # Lists are what people and JSON give; the frozen object holds tuples.
@@ -82,6 +84,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 _integer(name, count, 0, MAX_LOGPROBS)
+        _integer("prompt_logprobs_from", self.prompt_logprobs_from, 0, None)
         for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not true or false")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +13,13 @@ import pytest
 from servers import adaptive_engine, running, speaking_engine
 
 from engines import finish, greedy
+from vera.cache import CacheUse
 from vera.config import LIVE_SETTINGS, CacheConfig
-from vera.engine.request import FinishReason
+from vera.engine.audit import AuditResult
+from vera.engine.request import FinishReason, Update
 from vera.params import ParameterStore, setting_names
-from vera.rollout import BreakerSettings
-from vera.server.operations import Oversight, make_native
+from vera.rollout import BreakerSettings, Limits, Override, Plan
+from vera.server.operations import Operations, Oversight, make_native
 
 PINNED = frozenset(setting_names()) - LIVE_SETTINGS
 """A tiny engine shapes its memory as it must; versions say the rest."""
@@ -41,7 +45,7 @@ def version(store, **changes):
 
 
 def operated(store, load=adaptive_engine, **settings):
-    shadow = settings.pop("shadow_share", 0.0)
+    shadow = settings.pop("shadow_share", 0.05)
     breaker = settings.pop("breaker", BreakerSettings(memory_share=None))
     follows = ParameterStore(store.path)  # of its own, as another process has
     oversight = Oversight(follows, settings.pop("profile", PROFILE), pinned=PINNED, shadow_share=shadow, breaker=breaker)
@@ -299,7 +303,8 @@ def test_answers_go_on_as_native_after_the_flip():
     while min(map(len, answers.values())) < 30:
         step()
     assert engine.num_running == 16
-    assert set(make_native(engine).values()) == {"native"}
+    moved, left_behind = make_native(engine)
+    assert (len(moved), set(moved.values()), left_behind) == (16, {"native"}, False)
     before = {name: list(tokens) for name, tokens in answers.items()}
     while engine.has_unfinished():
         step()
@@ -345,6 +350,158 @@ def test_flip_by_a_command_in_another_process_moves_what_runs(store):
     with operated(store) as server:
         DegradeSwitch(store, PROFILE).override(Override.OPEN, author="ann", reason="from elsewhere")
         until(lambda: served(server)["arm"] == "degraded")
+
+
+def hold_store(path):
+    """Another process in the middle of a long change."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("BEGIN IMMEDIATE")
+    return connection
+
+
+def test_running_requests_are_moved_although_the_store_is_locked(store):
+    with operated(store) as server, ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(server.events, "/v1/completions", {"prompt": LONG, "max_tokens": 700, "ignore_eos": True})
+        until(lambda: server.busy()[0] == 1)
+        other = hold_store(store.path)
+        degrading = pool.submit(admin, server, "degrade", {**SIGNED, "override": "degraded"})
+        until(lambda: server.on_loop(modes_of(server)) == ["native"], 2)
+        other.rollback()
+        other.close()
+        assert degrading.result(30)["moved"] == 1
+        assert answer.result(60)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def modes_of(server):
+    return [job["mode"] for job in server.service.jobs()]
+
+
+def test_degrade_that_cannot_be_recorded_is_told_as_done(store, tmp_path):
+    with operated(store) as server:
+        store.path.rename(tmp_path / "elsewhere")
+        told = admin(server, "degrade", {**SIGNED, "override": "degraded"})
+        assert (told["state"], told["unrecorded"]) == ("open", 1) and told["failure"]
+        assert served(server)["arm"] == "degraded"
+
+
+def test_request_that_cannot_be_moved_does_not_keep_the_others(monkeypatch):
+    engine = adaptive_engine()
+    names = [engine.add_request(LONG, greedy(40)) for _ in range(3)]
+    for _ in range(6):
+        engine.step()
+    whole = engine.set_fidelity
+
+    def failing(request_id, fidelity):
+        if request_id == names[1]:
+            raise RuntimeError("broken")
+        whole(request_id, fidelity)
+
+    monkeypatch.setattr(engine, "set_fidelity", failing)
+    moved, left_behind = make_native(engine)
+    assert (set(moved), left_behind) == ({names[0], names[2]}, True)
+    engine.close()
+
+
+def test_degraded_request_that_does_not_fit_natively_is_served_exactly(store):
+    def load():
+        return adaptive_engine(cache_max_bytes=900_000)
+
+    with operated(store, load) as server:
+        longest = server.inspect(lambda engine: engine.cache.longest_sequence("native", engine.cache.config))
+        served_length = server.inspect(lambda engine: engine.max_model_len)
+        assert longest + 20 < served_length
+        admin(server, "degrade", {**SIGNED, "override": "degraded"})
+        prompt = [3 + at % 90 for at in range(longest + 10)]
+        usage = server.complete(prompt, max_tokens=4)["usage"]["vera"]
+    assert (usage["fidelity"], usage["attention_tolerance"], usage["arm"]) == ("exact", None, "degraded")
+
+
+# -- what counts for whom ----------------------------------------------------------------------------------------------
+
+
+def operations_of(store, **more):
+    oversight = Oversight(store, PROFILE, pinned=PINNED, breaker=BreakerSettings(memory_share=None), **more)
+    return Operations(oversight, CacheConfig(mode="adaptive"), longest_native=1000)
+
+
+def ended(operations, serving, reason=FinishReason.LENGTH, **more):
+    use = CacheUse(decode_steps=10, uncovered_hits=50)
+    operations.ended(serving, Update("a", finish_reason=reason, cache_use=use), 0.1, [0.01], None, **more)
+
+
+def test_own_terms_of_a_request_do_not_reach_the_breaker(store):
+    operations = operations_of(store)
+    own, plain = operations.serve("a", 10, None, 1.0), operations.serve("a", 10, None, None)
+    for serving in (own, plain):
+        operations.begun("engine-id", serving)
+        operations._take_audit(AuditResult("engine-id", 0, 0.5, 0.1))
+        ended(operations, serving)
+        signals = operations._signals()
+        seen = (None, None, 0) if serving is own else (0.5, 5.0, 1)
+        assert (signals.audit_error, signals.uncovered_per_step, signals.adaptive_requests) == seen
+
+
+def test_candidate_is_the_guards_and_not_the_breakers(store):
+    operations = operations_of(store, shadow_share=1.0)
+    operations.rollouts.start(version(store), author="ann", reason="a test", plan=Plan.parse("100:600:1"))
+    serving = operations.serve("a", 10, None, None)
+    operations.begun("engine-id", serving)
+    operations._take_audit(AuditResult("engine-id", 0, 0.5, 0.1))
+    ended(operations, serving)
+    assert operations._signals().audit_error is None
+    candidate = operations.rollouts.status()["arms"]["candidate"]
+    assert (candidate["audits"], candidate["uncovered_hits"]) == (1, 50)
+
+
+def test_nothing_is_promoted_while_all_is_native(store):
+    operations = operations_of(store, shadow_share=1.0)
+    limits = Limits.from_dict({**OPEN_LIMITS, "recompute_share": None})
+    operations.rollouts.start(version(store), author="ann", reason="a test", plan=Plan.parse("100:0:1"), limits=limits)
+    ended(operations, operations.serve("a", 10, None, None))
+    operations.switch.override(Override.OPEN, author="ann", reason="a test")
+    operations._look_at_store()
+    assert operations.rollouts.current is not None
+    operations.switch.override(Override.CLOSED, author="ann", reason="a test")
+    operations._look_at_store()
+    assert operations.rollouts.latest.state == "promoted"
+
+
+def test_deadline_that_a_client_chose_is_not_the_servers_failure(store):
+    operations = operations_of(store, shadow_share=1.0)
+    operations.rollouts.start(version(store), author="ann", reason="a test", plan=Plan.parse("100:600:1"))
+    serving = operations.serve("a", 10, None, None)
+    ended(operations, serving, FinishReason.TIMEOUT, own_deadline=True)
+    ended(operations, serving, FinishReason.TIMEOUT)
+    candidate = operations.rollouts.status()["arms"]["candidate"]
+    assert (candidate["requests"], candidate["errors"]) == (1, 1)
+
+
+def test_estimated_error_that_is_not_finite_leaves_statistics_readable(store):
+    operations = operations_of(store)
+    for error in (math.nan, math.inf):
+        use = CacheUse(decode_steps=1, error_sum=error, error_count=1, error_max=error)
+        update = Update("a", finish_reason=FinishReason.LENGTH, cache_use=use)
+        operations.ended(operations.serve("a", 10, None, None), update, 0.1, [], None)
+    json.dumps(operations.errors(), allow_nan=False)
+
+
+def test_rollout_that_needs_shadows_is_refused_where_there_are_none(store):
+    ref = version(store)
+    with operated(store, shadow_share=0.0) as server:
+        refused = admin(server, "rollout/start", {**SIGNED, "candidate": ref}, 409)
+    assert "--shadow-share 0" in refused["error"]["message"]
+
+
+def test_guard_stops_a_candidate_although_the_store_is_gone(store, tmp_path):
+    operations = operations_of(store, shadow_share=1.0)
+    operations.rollouts.start(version(store), author="ann", reason="a test", plan=Plan.parse("100:0:1"))
+    serving = operations.serve("a", 10, None, None)
+    for _ in range(20):
+        failed = Update("a", finish_reason=FinishReason.ERROR, error="logits that are not finite numbers")
+        operations.ended(serving, failed, None, [], None)
+    store.path.rename(tmp_path / "elsewhere")
+    operations._look_at_store()
+    assert operations.serve("a", 10, None, None).arm == "stable"
 
 
 # -- what people see ---------------------------------------------------------------------------------------------------

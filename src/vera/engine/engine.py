@@ -404,6 +404,7 @@ class Engine:
             arrived_at=self.clock(),
             token_ids=list(prompt),
             output_token_ids=outputs,
+            prompt_logprobs=[None] * min(params.prompt_logprobs_from, len(prompt)) if params.prompt_logprobs is not None else [],
         )
 
     def _follow_weights(self) -> None:

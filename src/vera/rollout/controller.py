@@ -185,6 +185,10 @@ class Rollouts:
                 raise ParamsError(
                     f"the rollout of {running.candidate} is {running.state.value} at {running.weight:g}%: promote or abort it"
                 )
+            if self._refusal is not None and not native:
+                raise ParamsError(
+                    f"{self._refusal}; restart the service, or activate a version that it can serve, and start then"
+                )
             version = self._store.get(candidate if isinstance(candidate, str) else candidate.ref)
             baseline = None if native else self._store.active(self.profile)
             self._check_candidate(version, baseline)
@@ -245,7 +249,11 @@ class Rollouts:
         Call it every second or so, from a thread of the one service that serves this profile: it judges by what it has seen.
         """
         with self._lock:
-            self.refresh()
+            try:
+                self.refresh()
+            except ParamsError:
+                self._stop_at_once()
+                raise
             if (rollout := self.current) is None:
                 return None
             verdict = self._judge(rollout, self._copies())
@@ -259,6 +267,13 @@ class Rollouts:
                         self._act(rollout, verdict)
                 self.refresh()
             return verdict
+
+    def rest(self) -> None:
+        """In place of `tick` while all is served natively: follows the store, judges nothing, and the step's time begins anew."""
+        with self._lock:
+            with self._counting:
+                self._since = self._clock()
+            self.refresh()
 
     # -- what the guard does -------------------------------------------------------------------------------------------
 
@@ -277,6 +292,13 @@ class Rollouts:
         if left > 0 and not any(breach.hard for breach in verdict.breaches):
             return Verdict(Decision.WAIT, f"{left:.0f} s of the pause are left")
         return verdict
+
+    def _stop_at_once(self) -> None:
+        """The store cannot be read: what is bad enough stops all the same, and is recorded later."""
+        if (rollout := self.current) is not None:
+            verdict = self._judge(rollout, self._copies())
+            if verdict.decision is Decision.ROLLBACK:
+                self._stop(rollout, verdict.reason)
 
     def _stop(self, rollout: Rollout, reason: str) -> None:
         with self._counting:

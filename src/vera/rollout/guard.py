@@ -74,7 +74,7 @@ class Limits:
             optional = entry.default is None or entry.name in _OPTIONAL
             if value is None and optional:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _TOO_LARGE:
                 raise ConfigError(f"{entry.name}={value!r} must be a number from 0 up{', or None' if optional else ''}")
             if entry.name.startswith("min_") and not isinstance(value, int):
                 raise ConfigError(f"{entry.name}={value!r} must be a whole number")
@@ -94,6 +94,8 @@ class Limits:
         """JSON-ready."""
         return asdict(self)
 
+
+_TOO_LARGE = 1e15
 
 _OPTIONAL = (
     "error_increase",

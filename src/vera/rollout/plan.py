@@ -11,6 +11,7 @@ from typing import Any, Self
 from vera.errors import ConfigError
 
 _WEEK = 7 * 24 * 3600.0
+_MOST_SAMPLES = 10**9
 
 
 def _is_number(value: Any) -> bool:
@@ -37,8 +38,10 @@ class Step:
             raise ConfigError(f"weight={self.weight!r} must be a percentage above 0, and at most 100")
         if not _is_number(self.pause_seconds) or not 0 <= self.pause_seconds <= _WEEK:
             raise ConfigError(f"pause_seconds={self.pause_seconds!r} must be from 0 to a week ({_WEEK:g})")
-        if not _is_count(self.min_samples) or self.min_samples < 1:
-            raise ConfigError(f"min_samples={self.min_samples!r} must be a whole number from 1 up: no step passes unseen")
+        if not _is_count(self.min_samples) or not 1 <= self.min_samples <= _MOST_SAMPLES:
+            raise ConfigError(
+                f"min_samples={self.min_samples!r} must be a whole number from 1 (no step passes unseen) to {_MOST_SAMPLES}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,10 @@ class DegradeSwitch:
         self._seq = 0
         self._waiting: deque[tuple[Breaker, str, str]] = deque(maxlen=_KEPT)
         self._breaker = Breaker(since=self._now, well_since=self._now)
+        self._adopted_from: BreakerState | None = None
+        """The state before what another process said was taken over."""
         self._adopt()
+        self._adopted_from = None
 
     @property
     def breaker(self) -> Breaker:
@@ -82,29 +85,45 @@ class DegradeSwitch:
         return state is BreakerState.CLOSED
 
     def look(self, signals: Signals) -> Flip | None:
-        """Call it every second or so, from a thread. A flip by another process, such as a command, is taken over too."""
-        with self._storing:
-            before, self.failure = self._breaker, None
-            self._try(self._adopt)
-            if self._breaker.state is not before.state:
-                return Flip(before.state, self._breaker.state, "another process", self._breaker.reason)
-            with self._deciding:
-                before = self._breaker
-                after = look(before, signals, self._time(), self.settings)
-                flip = self._set(after, BREAKER) if after.state is not before.state else None
-                self._breaker = after
-            self._try(self._record_waiting)
+        """`sync` and `judge` in one. Call it every second or so, from a thread."""
+        taken_over = self.sync()
+        flip = None if taken_over is not None else self.judge(signals)
+        late = self.sync()
+        return late or flip or taken_over
+
+    def judge(self, signals: Signals) -> Flip | None:
+        """What the breaker makes of what was seen. In memory, at once; `sync` records it."""
+        with self._deciding:
+            before = self._breaker
+            after = look(before, signals, self._time(), self.settings)
+            flip = self._set(after, BREAKER) if after.state is not before.state else None
+            self._breaker = after
             return flip
 
-    def override(self, override: Override, *, author: str, reason: str) -> Flip | None:
-        """By hand, also where the store fails. None: the state is as before. Raises ConfigError for author and reason."""
-        author, reason = signature(author, reason)
-        with self._deciding:
-            flip = self._set(overridden(self._breaker, override, reason, self._time()), author)
+    def sync(self) -> Flip | None:
+        """Takes over a flip by another process, such as a command, and records what waits. From a thread: it reads the store."""
         with self._storing:
             self.failure = None
+            self._try(self._adopt)
+            before = self._adopted_from
             self._try(self._record_waiting)
+            before, self._adopted_from = before or self._adopted_from, None
+            if before is None or before is self._breaker.state:
+                return None
+            return Flip(before, self._breaker.state, "another process", self._breaker.reason)
+
+    def override(self, override: Override, *, author: str, reason: str) -> Flip | None:
+        """`decide` and `sync` in one, also where the store fails. None: the state is as before. Raises ConfigError for author and
+        reason."""
+        flip = self.decide(override, author=author, reason=reason)
+        self.sync()
         return flip
+
+    def decide(self, override: Override, *, author: str, reason: str) -> Flip | None:
+        """By hand. In memory, at once; `sync` records it. Raises ConfigError for author and reason."""
+        author, reason = signature(author, reason)
+        with self._deciding:
+            return self._set(overridden(self._breaker, override, reason, self._time()), author)
 
     def status(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -131,6 +150,7 @@ class DegradeSwitch:
             if self._waiting:
                 return
             if flips := [event for event in events if self._concerns(event)]:
+                self._adopted_from = self._breaker.state
                 self._breaker = Breaker.from_dict(flips[-1].payload, reason=flips[-1].reason, now=self._time())
             self._seq = events[-1].seq if events else self._seq
 

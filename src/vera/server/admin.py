@@ -87,13 +87,13 @@ def add_admin(app: FastAPI, service: Service) -> None:
     async def versions() -> dict[str, Any]:
         """The versions of the profile that is served."""
         operations = service.operations
-        return await _told(operations.versions)
+        return await _changed(operations.on_store(operations.versions))
 
     @app.get("/admin/params/history", response_model=None, responses={200: _OBJECT, **error_responses(400, *_LOOKING)})
     async def history(limit: Annotated[int, Query(ge=1, le=_MOST_EVENTS)] = 50) -> dict[str, Any]:
         """The latest entries of the audit trail, the newest first."""
         operations = service.operations
-        return {"events": await _told(lambda: operations.history(limit))}
+        return {"events": await _changed(operations.on_store(lambda: operations.history(limit)))}
 
     @app.post("/admin/params/activate", response_model=None, responses=changing)
     async def activate(body: Activation) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _plan(body: RolloutStart) -> Plan | None:
 def _checked(name: str, make: Callable[[], T]) -> T:
     try:
         return make()
-    except (ConfigError, TypeError) as error:
+    except (ConfigError, TypeError, OverflowError) as error:
         raise bad_request(f"{name}: {error}", name) from None
 
 

@@ -9,22 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import psutil
 
-from vera.cache import TierStats
 from vera.cache.memory import available_bytes
 from vera.config import LIVE_SETTINGS, STORE_SETTINGS, CacheConfig
 from vera.engine.async_engine import AsyncEngine
 from vera.engine.audit import AuditResult
 from vera.engine.engine import Engine
 from vera.engine.request import FinishReason, Update
-from vera.errors import ConfigError, EngineStopped, ParamsError, RequestError, VeraError
+from vera.errors import ConfigError, EngineStopped, ParamsError, RequestError
 from vera.metrics.stats import RECENT, percentile
 from vera.params import Event, ParameterStore, Version
 from vera.rollout import (
@@ -54,7 +55,7 @@ _log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 _EPHEMERAL = "service"
 """The profile of a switch whose service follows none."""
-_KEPT_CHOICES = 4096
+_KEPT_SERVINGS = 4096
 _NUM_EVENTS = 30
 _CLOSED_FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT)
 
@@ -105,6 +106,8 @@ class Serving:
     arm: str | None = None
     choice: Choice | None = None
     """Whose sample it is; None: of no arm, because it brought terms of its own or the switch is open."""
+    own_terms: bool = False
+    """The request says itself how exact it wants to be served."""
     moved: bool = False
     """On its way, by the switch: it shows neither what adaptive nor what native serving is like."""
 
@@ -123,9 +126,12 @@ def serving_of(config: CacheConfig, fidelity: str | None, tolerance: float | Non
 class Operations:
     """Of one adaptive engine. Belongs to the event loop, but for what says that it reads or writes the store."""
 
-    def __init__(self, oversight: Oversight, started_with: CacheConfig) -> None:
-        """Reads the store."""
+    def __init__(self, oversight: Oversight, started_with: CacheConfig, *, longest_native: int) -> None:
+        """Reads the store. `longest_native`: most tokens of a sequence that the cache holds natively."""
         self.oversight = oversight
+        self._longest_native = longest_native
+        self._storing = ThreadPoolExecutor(1, "vera-params")
+        """The store may be slow: only one thread ever waits for it, and nothing else waits in its queue."""
         self._started_with = started_with
         self._base = started_with
         """The engine's settings by now."""
@@ -143,16 +149,19 @@ class Operations:
         self._tasks: list[asyncio.Task[None]] = []
         self._settings: dict[str, CacheConfig] = {}
         """By version, on top of the present base."""
-        self._choices: OrderedDict[str, Choice] = OrderedDict()
+        self._servings: OrderedDict[str, Serving] = OrderedDict()
         """Of the latest answers, by the engine's id: an audit comes later than its step."""
         self._events: list[dict[str, Any]] = []
-        self._nonfinite = 0
-        self._adaptive_ended = 0
+        self._since_look = _SinceLook()
         self._recent_gaps: deque[float] = deque(maxlen=RECENT)
         self._estimated: deque[tuple[float, float]] = deque(maxlen=256)
         """Mean and largest estimated error of the latest answers."""
         self._audited: deque[float] = deque(maxlen=256)
         self._seen = _Seen()
+        self._left_behind = False
+        """A request could not be moved when the switch opened."""
+        self._trouble: str | None = None
+        """What is wrong with the store or the active version, told once."""
         self._read_events()
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -164,44 +173,62 @@ class Operations:
         now on: their fidelities by the engine's ids."""
         self._engine, self._snapshot, self._on_moved = engine, snapshot, on_moved
         await self._follow()
-        self._tasks = [asyncio.create_task(self._look_on()), asyncio.create_task(self.shadows.run(engine.answers))]
+        self._tasks = [
+            asyncio.create_task(self._look_on()),
+            asyncio.create_task(self.shadows.run(engine.answers, self.native_fidelity)),
+        ]
 
-    async def close(self) -> None:
-        """Ends looking, and closes the store. Idempotent."""
+    async def stop(self) -> None:
+        """Ends looking. Idempotent."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Closes the store, after what waits for it. Idempotent."""
+        await self.stop()
+        await asyncio.to_thread(self._storing.shutdown)
         await asyncio.to_thread(self.oversight.close)
+
+    async def on_store(self, work: Callable[[], T]) -> T:
+        """Runs what reads or changes the store on the one thread for it. Raises what `work` raises."""
+        return await asyncio.get_running_loop().run_in_executor(self._storing, work)
 
     # -- for each request ----------------------------------------------------------------------------------------------
 
-    def serve(self, key: str, fidelity: str | None, tolerance: float | None) -> Serving:
-        """How a request with this key is served, with what it asks for itself. The switch stands above both."""
+    def serve(self, key: str, num_tokens: int, fidelity: str | None, tolerance: float | None) -> Serving:
+        """How a request with this key and at most so many tokens is served, with what it asks for itself. The switch stands above
+        both."""
         if not self.switch.adaptive(key):
-            return Serving("native", None, asked_fidelity="native", arm="degraded")
+            as_native = self.native_fidelity(num_tokens)
+            return Serving(as_native, None, asked_fidelity=as_native, arm="degraded")
+        own = fidelity is not None or tolerance is not None
         if self.rollouts is None:
-            return serving_of(self._base, fidelity, tolerance)
+            return serving_of(self._base, fidelity, tolerance, own_terms=own)
         choice = self.rollouts.choose(key)
         in_rollout, version = choice.rollout is not None, choice.version
-        own = fidelity is not None or tolerance is not None
         more = {
             "version": None if version is None else version.ref,
             "arm": choice.arm.value if in_rollout else None,
             "choice": choice if in_rollout and not own else None,
+            "own_terms": own,
         }
         if version is None:
-            native = "native" if in_rollout and not own else fidelity
-            return serving_of(self._base, native, tolerance, **more)
+            wanted = self.native_fidelity(num_tokens) if in_rollout and not own else fidelity
+            return serving_of(self._base, wanted, tolerance, **more)
         settings = self._settings_of(version)
         return serving_of(settings, fidelity, tolerance, settings=settings, **more)
 
+    def native_fidelity(self, num_tokens: int) -> str:
+        """How a request is served natively: exact, whose answers are the same, where a native one has no room."""
+        return "native" if num_tokens <= self._longest_native else "exact"
+
     def begun(self, engine_id: str, serving: Serving) -> None:
         """An answer's first token has come."""
-        if serving.choice is not None:
-            self._choices[engine_id] = serving.choice
-            if len(self._choices) > _KEPT_CHOICES:
-                self._choices.popitem(last=False)
+        self._servings[engine_id] = serving
+        if len(self._servings) > _KEPT_SERVINGS:
+            self._servings.popitem(last=False)
 
     def watched(self, request_id: str, serving: Serving, params: SamplingParams) -> bool:
         """The answer is to be replayed natively: a candidate's, and asked for no log-probabilities of its own."""
@@ -215,10 +242,17 @@ class Operations:
         )
 
     def ended(
-        self, serving: Serving, update: Update, ttft_seconds: float | None, gaps: Sequence[float], witness: Witness | None
+        self,
+        serving: Serving,
+        update: Update,
+        ttft_seconds: float | None,
+        gaps: Sequence[float],
+        witness: Witness | None,
+        *,
+        own_deadline: bool = False,
     ) -> None:
-        """An answer has ended; what a client gave up says nothing."""
-        if update.finish_reason is FinishReason.ABORT:
+        """An answer has ended. What a client gave up, or wanted sooner than the server promises, says nothing."""
+        if update.finish_reason is FinishReason.ABORT or (own_deadline and update.finish_reason is FinishReason.TIMEOUT):
             return
         use, failed = update.cache_use, update.finish_reason in _CLOSED_FAILURES
         nonfinite = int(failed and "not finite" in (update.error or ""))
@@ -234,14 +268,27 @@ class Operations:
         if not serving.moved:
             self.modes[serving.mode].add(outcome)
         self._recent_gaps.extend(gaps)
-        self._nonfinite += nonfinite
-        self._adaptive_ended += serving.mode == "adaptive"
-        if use is not None and use.error_mean is not None:
+        if self._concerns_breaker(serving):
+            self._since_look.nonfinite += nonfinite
+            self._since_look.adaptive_ended += 1
+            self._since_look.decode_steps += outcome.decode_steps
+            self._since_look.uncovered_hits += outcome.uncovered_hits
+        if use is not None and use.error_mean is not None and math.isfinite(use.error_mean + use.error_max):
             self._estimated.append((use.error_mean, use.error_max))
         if serving.choice is not None:
             self._observe(serving.choice, outcome)
-        if witness is not None and not failed:
+        if witness is not None and serving.choice is not None and not failed:
             self.shadows.put(witness)
+
+    def refused(self, serving: Serving) -> None:
+        """An answer that the service says it takes did not fit the way it was to be served."""
+        if serving.choice is not None:
+            self._observe(serving.choice, Outcome(failed=True))
+
+    def _concerns_breaker(self, serving: Serving) -> bool:
+        """What a client's own terms bring is what it asked for, and a candidate is the guard's to stop."""
+        candidate = serving.choice is not None and serving.choice.arm == "candidate"
+        return serving.mode == "adaptive" and not serving.own_terms and not candidate and not serving.moved
 
     def _observe(self, choice: Choice, sample: Any) -> None:
         if self.rollouts is not None:
@@ -251,11 +298,16 @@ class Operations:
 
     async def degrade(self, override: Override, *, author: str, reason: str) -> int:
         """By hand: new requests at once, and those that run are moved too. Returns how many were moved."""
-        # The flip counts from here on; what another thread does is to write it down.
-        await asyncio.to_thread(self.switch.override, override, author=author, reason=reason)
+        self.switch.decide(override, author=author, reason=reason)
         moved = await self._move_running() if self.switch.breaker.state is BreakerState.OPEN else 0
-        await asyncio.to_thread(self._read_events)
+        # Only now: the store may be slow, or gone. The switch's status tells what is not recorded.
+        await self.on_store(self._record_switch)
         return moved
+
+    def _record_switch(self) -> None:
+        self.switch.sync()
+        with contextlib.suppress(ParamsError):
+            self._read_events()
 
     async def start_rollout(
         self, candidate: str, *, author: str, reason: str, plan: Plan | None, limits: Limits | None, native: bool
@@ -267,6 +319,12 @@ class Operations:
             baseline = None if native else self._store.active(rollouts.profile)
             if baseline is not None:
                 _check_shared(self._store.get(candidate), baseline)
+            wanted = limits or Limits()
+            if not self.shadows.share and (wanted.shadow_kl is not None or wanted.shadow_agreement is not None):
+                raise ParamsError(
+                    "this service computes no shadow answers (--shadow-share 0), and the limits ask for them; "
+                    "start it with a share, or set shadow_kl and shadow_agreement to none"
+                )
             rollouts.start(candidate, author=author, reason=reason, plan=plan, limits=limits, native=native)
 
         await self._change(start)
@@ -297,7 +355,9 @@ class Operations:
         profile = self.require_rollouts().profile
 
         def change() -> tuple[str | None, str]:
-            before = self._store.active(profile)
+            before, target = self._store.active(profile), self._store.before(profile)
+            if target is not None and (unfit := self.require_rollouts().unfit(target)) is not None:
+                raise ParamsError(f"{target.ref} cannot be served: {unfit}; restart the service with it, or degrade it")
             return before.ref if before is not None else None, self._store.rollback(profile, author=author, reason=reason).ref
 
         return await self._change(change)
@@ -309,8 +369,10 @@ class Operations:
         return self.rollouts
 
     async def _change(self, change: Callable[[], T]) -> T:
-        done = await asyncio.to_thread(change)
-        await asyncio.to_thread(self._refresh)
+        done = await self.on_store(change)
+        # It is changed, whatever comes now: the next look follows too.
+        with contextlib.suppress(ParamsError):
+            await self.on_store(self._refresh)
         await self._follow()
         return done
 
@@ -330,26 +392,41 @@ class Operations:
         """What is done once a second: judges the rollout, follows the store, feeds the breaker. Public for tests."""
         assert self._snapshot is not None
         snapshot: Snapshot | None = await self._snapshot()
-        audits = [] if snapshot is None else self._new_audits(snapshot)
-        for audit in audits:
+        for audit in () if snapshot is None else self._new_audits(snapshot):
             self._take_audit(audit)
-        signals = self._signals(None if snapshot is None else snapshot.tiers, audits)
-        flip = await asyncio.to_thread(self._look_at_store, signals)
-        if flip is not None:
-            _log.warning("degrade switch", extra={"fields": {"from": flip.before, "to": flip.after, "reason": flip.reason}})
-            if flip.after is BreakerState.OPEN:
-                moved = await self._move_running()
-                _log.warning("running requests were moved to native", extra={"fields": {"moved": moved}})
+        # In memory first: a store that is slow does not keep anybody in adaptive serving.
+        await self._take_flip(self.switch.judge(self._signals()))
+        await self._take_flip(await self.on_store(self._look_at_store))
+        if self._left_behind and self.degraded:
+            await self._move_running()
         await self._follow()
 
-    def _look_at_store(self, signals: Signals) -> Flip | None:
-        """On a thread. The rollout first: its trouble must not keep the switch from being looked at."""
+    async def _take_flip(self, flip: Flip | None) -> None:
+        if flip is None:
+            return
+        _log.warning("degrade switch", extra={"fields": {"from": flip.before, "to": flip.after, "reason": flip.reason}})
+        if flip.after is BreakerState.OPEN:
+            moved = await self._move_running()
+            _log.warning("running requests were moved to native", extra={"fields": {"moved": moved}})
+
+    def _look_at_store(self) -> Flip | None:
+        """On the store's thread: the rollout, and what other processes say. While all is native there is nothing to judge."""
+        trouble: str | None = None
         try:
             if self.rollouts is not None:
-                self.rollouts.tick()
+                trouble = self.rollouts.refusal
+                if self.switch.breaker.state is BreakerState.CLOSED:
+                    self.rollouts.tick()
+                else:
+                    self.rollouts.rest()
         except ParamsError as error:
-            _log.error("the store of versions cannot be used", extra={"fields": {"error": str(error)}})
-        flip = self.switch.look(signals)
+            trouble = str(error)
+        except Exception:
+            _log.exception("the rollout could not be looked at")
+        if trouble != self._trouble and trouble is not None:
+            _log.error("versions", extra={"fields": {"error": trouble}})
+        self._trouble = trouble
+        flip = self.switch.sync()
         with contextlib.suppress(ParamsError):
             self._read_events()
         return flip
@@ -360,9 +437,9 @@ class Operations:
         self._read_events()
 
     def _read_events(self) -> None:
-        if self._store.head != self._seen.head:
+        if (head := self._store.head) != self._seen.head:
             self._events = self.history(_NUM_EVENTS)
-            self._seen.head = self._store.head
+            self._seen.head = head
 
     def _new_audits(self, snapshot: Snapshot) -> Sequence[AuditResult]:
         new = snapshot.num_audits - self._seen.num_audits
@@ -372,25 +449,25 @@ class Operations:
     def _take_audit(self, audit: AuditResult) -> None:
         sample = Audit(audit.true_error, audit.estimated_error)
         self._audited.append(audit.true_error)
+        if (serving := self._servings.get(audit.request_id)) is None:
+            return
         self.modes["adaptive"].add(sample)
-        if (choice := self._choices.get(audit.request_id)) is not None:
-            self._observe(choice, sample)
+        if serving.choice is not None:
+            self._observe(serving.choice, sample)
+        if self._concerns_breaker(serving):
+            self._since_look.true_errors.append(audit.true_error)
 
-    def _signals(self, tiers: TierStats | None, audits: Sequence[AuditResult]) -> Signals:
+    def _signals(self) -> Signals:
         """What was seen since the last look."""
-        steps, uncovered = (0, 0) if tiers is None else (tiers.decode_steps, tiers.uncovered_hits)
-        new_steps, new_uncovered = steps - self._seen.decode_steps, uncovered - self._seen.uncovered_hits
-        nonfinite, ended = self._nonfinite - self._seen.nonfinite, self._adaptive_ended - self._seen.adaptive_ended
-        self._seen.decode_steps, self._seen.uncovered_hits = steps, uncovered
-        self._seen.nonfinite, self._seen.adaptive_ended = self._nonfinite, self._adaptive_ended
+        seen, self._since_look = self._since_look, _SinceLook()
         gaps = [self._recent_gaps.popleft() for _ in range(len(self._recent_gaps))]
         return Signals(
-            audit_error=sum(audit.true_error for audit in audits) / len(audits) if audits else None,
-            uncovered_per_step=new_uncovered / new_steps if new_steps > 0 else None,
+            audit_error=sum(seen.true_errors) / len(seen.true_errors) if seen.true_errors else None,
+            uncovered_per_step=seen.uncovered_hits / seen.decode_steps if seen.decode_steps else None,
             itl_p99_seconds=percentile(gaps, 0.99) if gaps else None,
             memory_share=_memory_share(),
-            nonfinite=nonfinite,
-            adaptive_requests=ended,
+            nonfinite=seen.nonfinite,
+            adaptive_requests=seen.adaptive_ended,
         )
 
     async def _follow(self) -> None:
@@ -422,9 +499,14 @@ class Operations:
 
     async def _move_running(self) -> int:
         assert self._engine is not None
-        moved: dict[str, str] = await self._engine.inspect(make_native)
+        moved, self._left_behind = await self._engine.inspect(make_native)
         self._on_moved(moved)
         return len(moved)
+
+    @property
+    def degraded(self) -> bool:
+        """All requests are served natively by the switch."""
+        return self.switch.breaker.state is BreakerState.OPEN
 
     # -- telling -------------------------------------------------------------------------------------------------------
 
@@ -453,7 +535,7 @@ class Operations:
             "estimated_mean": _finite_mean(means),
             "estimated_max": max(largest, default=None),
             "true_mean": _finite_mean(self._audited),
-            "true_max": max((error for error in self._audited if error != float("inf")), default=None),
+            "true_max": max(filter(math.isfinite, self._audited), default=None),
             "audits": self._seen.num_audits,
         }
 
@@ -501,25 +583,35 @@ class _Seen:
 
     head: int = -1
     num_audits: int = 0
+
+
+@dataclass(slots=True)
+class _SinceLook:
+    """What concerns the breaker; answers count when they end."""
+
     decode_steps: int = 0
     uncovered_hits: int = 0
     nonfinite: int = 0
     adaptive_ended: int = 0
+    true_errors: list[float] = field(default_factory=list)
 
 
-def make_native(engine: Engine) -> dict[str, str]:
-    """Every request, native where it fits so and exact where not: both go on as a native cache would have. Fidelities by id."""
+def make_native(engine: Engine) -> tuple[dict[str, str], bool]:
+    """Every request, native where it fits so and exact where not: both go on as a native cache would have. Their fidelities by
+    id, and whether one had to stay as it is."""
     moved = {}
-    for request_id in engine.request_ids:
+    for request_id in (asked := engine.request_ids):
         for fidelity in ("native", "exact"):
             try:
                 engine.set_fidelity(request_id, fidelity)
-            except VeraError as error:
-                _log.warning("a request stays as it is", extra={"fields": {"fidelity": fidelity, "error": str(error)}})
-                continue
-            moved[request_id] = fidelity
-            break
-    return moved
+            except RequestError as error:
+                _log.info("a request does not fit so", extra={"fields": {"fidelity": fidelity, "error": str(error)}})
+            except Exception:
+                _log.exception("a request could not be moved")  # and the others are, whatever this one has
+            else:
+                moved[request_id] = fidelity
+                break
+    return moved, len(moved) < len(asked)
 
 
 def _check_shared(candidate: Version, baseline: Version) -> None:
@@ -543,7 +635,7 @@ def _memory_share() -> float:
 
 
 def _finite_mean(values: Iterable[float]) -> float | None:
-    kept = [value for value in values if value != float("inf")]
+    kept = list(filter(math.isfinite, values))
     return sum(kept) / len(kept) if kept else None
 
 

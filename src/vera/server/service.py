@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from vera.cache import TierStats
@@ -201,11 +202,13 @@ class Service:
         if self._heat_log is not None:
             self._heat_log.close()
         if self._operations is not None:
+            await self._operations.stop()
+        if self._engine is not None:
+            await self._engine.close(join_seconds=_JOIN_SECONDS)
+        if self._operations is not None:
             await self._operations.close()
         elif self._oversight is not None:
             self._oversight.close()
-        if self._engine is not None:
-            await self._engine.close(join_seconds=_JOIN_SECONDS)
         if self._encoder is not None:
             self._encoder.close()
         if self.state is not State.FAILED:
@@ -268,7 +271,12 @@ class Service:
         self._engine = AsyncEngine(engine)
         self._engine.start()
         if self._oversight is not None and engine.cache.adaptive:
-            self._operations = await asyncio.to_thread(Operations, self._oversight, config.cache)
+            self._operations = await asyncio.to_thread(
+                Operations,
+                self._oversight,
+                config.cache,
+                longest_native=min(engine.max_model_len, engine.cache.longest_sequence("native", config.cache)),
+            )
             await self._operations.start(self._engine, self.snapshot, self._note_moved)
         if self._heat_log is not None:
             about = {"model": self._served.name, "hot_score_threshold": config.cache.hot_score_threshold}
@@ -349,10 +357,10 @@ class Service:
     async def page_map(self, request_id: str) -> dict[str, Any]:
         """Tiers and heat of a running answer's pages, JSON-ready. Raises ApiError if there is none, or it has no token yet."""
         job = next((job for job in self._jobs.values() if job.id == request_id), None)
-        if job is not None and job.engine_ids and self._engine is not None:
-            engine_id = job.engine_ids[0]
-            if (pages := await self._engine.inspect(lambda engine: take_page_map(engine, engine_id))) is not None:
-                return {"request_id": request_id, **pages}
+        if job is not None and self._engine is not None:
+            for engine_id in list(job.engine_ids):
+                if (pages := await self._engine.inspect(partial(take_page_map, request_id=engine_id))) is not None:
+                    return {"request_id": request_id, **pages}
         raise ApiError(404, f"no request {request_id!r} is being answered; GET /admin/stats lists those that are")
 
     async def snapshot(self) -> Snapshot | None:
@@ -492,8 +500,15 @@ class Service:
                     if job.first_token_seconds is None:
                         job.first_token_seconds = now - job.started
                     yield batch
+        except RequestTooLong:
+            if self._operations is not None and job.serving is not None and self._is_served_length(job):
+                self._operations.refused(job.serving)
+            raise
         finally:
             del self._jobs[id(job)]
+
+    def _is_served_length(self, job: Job) -> bool:
+        return max(map(len, job.prompts)) + (job.params.max_tokens or 1) <= self.served.max_model_len
 
     def _choose(self, job: Job) -> tuple[SamplingParams, Witness | None]:
         """How a job is served from now on. No other task runs between this and its place in the engine's inbox, so a flip of the
@@ -501,12 +516,18 @@ class Service:
         if (operations := self._operations) is None:
             serving = serving_of(self._cache_config, job.fidelity, job.attention_tolerance)
         else:
-            serving = operations.serve(job.key, job.fidelity, job.attention_tolerance)
+            serving = operations.serve(job.key, self._most_tokens(job), job.fidelity, job.attention_tolerance)
         job.serve(serving)
         if operations is not None and job.num_answers == 1 and operations.watched(job.id, serving, job.params):
             assert serving.choice is not None
             return operations.shadows.watched(job.params), Witness(serving.choice, job.prompts[0])
         return job.params, None
+
+    def _most_tokens(self, job: Job) -> int:
+        """Of its longest answer with its prompt."""
+        longest, limit = max(map(len, job.prompts)), self.served.max_model_len
+        wanted = job.params.max_tokens or (limit - longest)
+        return min(limit, longest + wanted)
 
     def _note_moved(self, moved: Mapping[str, str]) -> None:
         """The degrade switch is open. What is moved on its way is no sample of its arm any more."""
@@ -531,8 +552,9 @@ class Service:
 
     def _end(self, job: Job, pace: _Pace, update: Update, witness: Witness | None) -> None:
         """Counts an answer that has ended. Raises ApiError if it ended badly."""
+        own = job.timeout_seconds < self.settings.request_timeout_seconds
         if self._operations is not None and job.serving is not None:
-            self._operations.ended(job.serving, update, pace.first_token_seconds, pace.gaps, witness)
+            self._operations.ended(job.serving, update, pace.first_token_seconds, pace.gaps, witness, own_deadline=own)
         now = time.monotonic()
         self._latencies.end_to_end.append(now - job.started)
         self.metrics.observe_end(now - job.started, update)

@@ -82,14 +82,16 @@ class Shadows:
         self._waiting.append(witness)
         self._come.set()
 
-    async def run(self, answers: Run) -> None:
-        """Replays what comes, until it is cancelled. What cannot be replayed is counted and told in the log."""
+    async def run(self, answers: Run, fidelity_of: Callable[[int], str]) -> None:
+        """Replays what comes, until it is cancelled. What cannot be replayed is counted and told in the log. `fidelity_of` gives
+        that of a native replay by its number of tokens."""
         while True:
             await self._come.wait()
             while self._waiting:
                 witness = self._waiting.popleft()
                 try:
-                    shadow = await replay(witness, answers)
+                    fidelity = fidelity_of(len(witness.prompt) + len(witness.tokens))
+                    shadow = await replay(witness, answers, fidelity)
                 except VeraError as error:
                     _log.info("a shadow answer could not be computed", extra={"fields": {"error": str(error)}})
                     self.num_left_out += 1
@@ -103,12 +105,20 @@ class Shadows:
             self._come.clear()
 
 
-async def replay(witness: Witness, answers: Run) -> Shadow:
-    """Raises what the engine raises, and VeraError if it gave the replay up."""
+async def replay(witness: Witness, answers: Run, fidelity: str = "native") -> Shadow:
+    """`fidelity`: native, or exact, whose answers are the same, where native has no room. Raises what the engine raises, and
+    VeraError if it gave the replay up.
+    """
     prompt = [*witness.prompt, *witness.tokens]
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=MAX_LOGPROBS)
-    # Without its last token the replay is never longer than the answer was, so it is not refused for its length.
-    ask = Ask(prompt[:-1], params, _LAST, _TIMEOUT_SECONDS, "native")
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        seed=0,  # the engine's own seeds are for answers
+        prompt_logprobs=MAX_LOGPROBS,
+        prompt_logprobs_from=len(witness.prompt),
+    )
+    # Without its last token the replay is never longer than the answer was.
+    ask = Ask(prompt[:-1], params, _LAST, _TIMEOUT_SECONDS, fidelity)
     native: list[TokenLogprob | None] = []
     async with aclosing(answers([ask])) as batches:
         async for batch in batches:
