@@ -40,9 +40,12 @@ format: $(READY)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-# The figures of the README; an hour and a half on two cores. `llama.cpp` is measured too if llama-cpp-python is installed.
+# The figures of the README and of docs/results.md; about three hours on two cores. `llama.cpp` is measured too if llama-cpp-python is installed.
 bench: $(READY)
 	$(PY) -m pytest -m bench
+	$(PY) -m vera.cli bench table --json --out docs
+	$(PY) -m vera.bench.table.readme docs/results/table.json README.md README.zh-CN.md
+	$(PY) -m vera.cli bench workloads --json
 	$(PY) -m vera.cli bench prefill --context 8000 --baseline transformers,llama.cpp --json
 	$(PY) -m vera.cli bench decode --batch 16 --context 8000 --new-tokens 32 --baseline transformers,llama.cpp --json
 	$(PY) -m vera.cli bench decode --batch 16 --context 512 --new-tokens 64 --baseline transformers,llama.cpp --json
