@@ -56,7 +56,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for each prompt token; the first has none."""
     prompt_logprobs_from: int = 0
-    """Index of the first prompt token that is reported: those before it have none, and cost nothing."""
+    """Index of the first prompt token that is reported: those before it have none, and need no logits."""
 
     def __post_init__(self) -> None:
         # Lists are what people and JSON give; the frozen object holds tuples.

@@ -574,3 +574,25 @@ def test_two_hundred_switches_under_load_drop_no_request_and_mix_no_version(stor
     assert all(usage["attention_tolerance"] == pytest.approx(tolerances[usage["params_version"]]) for usage, _ in seen)
     assert len({usage["params_version"] for usage, _ in seen}) == 4
     assert store.verify().ok
+
+
+def test_half_open_switch_closes_by_a_candidates_requests_too(store):
+    """In a rollout from native nobody else is adaptive, and its guard rests."""
+    operations = operations_of(store, shadow_share=1.0)
+    operations.rollouts.start(version(store), author="ann", reason="a test", plan=Plan.parse("100:600:1"))
+    serving = operations.serve("a", 10, None, None)
+    operations.switch.override(Override.OPEN, author="ann", reason="a test")
+    operations.switch.override(Override.NONE, author="ann", reason="a test")
+    assert operations.switch.breaker.state == "half-open"
+    ended(operations, serving)
+    assert operations._signals().adaptive_requests == 1
+
+
+def test_degraded_request_that_is_served_exactly_counts_as_native(store):
+    operations = operations_of(store)
+    operations.switch.override(Override.OPEN, author="ann", reason="a test")
+    serving = operations.serve("a", 5000, None, None)
+    assert serving.fidelity == "exact"
+    ended(operations, serving)
+    assert operations._signals().adaptive_requests == 0
+    assert operations.status()["modes"]["native"]["requests"] == 1

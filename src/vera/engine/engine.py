@@ -276,6 +276,7 @@ class Engine:
             raise CapacityError(f"{request_id} is not running, or {len(source.token_ids)} tokens more do not fit the cache")
         copy.token_ids += source.output_token_ids
         copy.output_token_ids += source.output_token_ids
+        copy.prompt_logprobs = list(source.prompt_logprobs)
         copy.num_computed = source.num_computed
         copy.num_cached = 0
         copy.priority, copy.deadline = source.priority, source.deadline

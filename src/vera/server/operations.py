@@ -113,7 +113,8 @@ class Serving:
 
     @property
     def mode(self) -> str:
-        return "native" if self.fidelity == "native" else "adaptive"
+        """Degraded requests are `exact` where native has no room."""
+        return "native" if self.fidelity == "native" or self.arm == "degraded" else "adaptive"
 
 
 def serving_of(config: CacheConfig, fidelity: str | None, tolerance: float | None, **more: Any) -> Serving:
@@ -188,12 +189,19 @@ class Operations:
     async def close(self) -> None:
         """Closes the store, after what waits for it. Idempotent."""
         await self.stop()
+        with contextlib.suppress(EngineStopped):
+            await self.on_store(self.switch.sync)
         await asyncio.to_thread(self._storing.shutdown)
         await asyncio.to_thread(self.oversight.close)
 
     async def on_store(self, work: Callable[[], T]) -> T:
         """Runs what reads or changes the store on the one thread for it. Raises what `work` raises."""
-        return await asyncio.get_running_loop().run_in_executor(self._storing, work)
+        loop = asyncio.get_running_loop()
+        try:
+            working = loop.run_in_executor(self._storing, work)
+        except RuntimeError:
+            raise EngineStopped("the service is ending and changes nothing any more") from None
+        return await working
 
     # -- for each request ----------------------------------------------------------------------------------------------
 
@@ -286,9 +294,10 @@ class Operations:
             self._observe(serving.choice, Outcome(failed=True))
 
     def _concerns_breaker(self, serving: Serving) -> bool:
-        """What a client's own terms bring is what it asked for, and a candidate is the guard's to stop."""
-        candidate = serving.choice is not None and serving.choice.arm == "candidate"
-        return serving.mode == "adaptive" and not serving.own_terms and not candidate and not serving.moved
+        """What a client's own terms bring is what it asked for, and a candidate is the guard's to stop, unless it rests."""
+        is_watched = self.switch.breaker.state is BreakerState.CLOSED
+        guarded = is_watched and serving.choice is not None and serving.choice.arm == "candidate"
+        return serving.mode == "adaptive" and not serving.own_terms and not guarded and not serving.moved
 
     def _observe(self, choice: Choice, sample: Any) -> None:
         if self.rollouts is not None:
@@ -301,13 +310,20 @@ class Operations:
         self.switch.decide(override, author=author, reason=reason)
         moved = await self._move_running() if self.switch.breaker.state is BreakerState.OPEN else 0
         # Only now: the store may be slow, or gone. The switch's status tells what is not recorded.
-        await self.on_store(self._record_switch)
+        await self._take_flip(await self.on_store(self._record_switch))
         return moved
 
-    def _record_switch(self) -> None:
-        self.switch.sync()
-        with contextlib.suppress(ParamsError):
+    def _record_switch(self) -> Flip | None:
+        """On the store's thread; a flip of another process that came before ours could be recorded."""
+        flip = self.switch.sync()
+        self._try_to_read_events()
+        return flip
+
+    def _try_to_read_events(self) -> None:
+        try:
             self._read_events()
+        except Exception as error:  # they are for people; a flip is not lost for them
+            _log.debug("the latest events cannot be read: %s", error)
 
     async def start_rollout(
         self, candidate: str, *, author: str, reason: str, plan: Plan | None, limits: Limits | None, native: bool
@@ -371,7 +387,7 @@ class Operations:
     async def _change(self, change: Callable[[], T]) -> T:
         done = await self.on_store(change)
         # It is changed, whatever comes now: the next look follows too.
-        with contextlib.suppress(ParamsError):
+        with contextlib.suppress(ParamsError, EngineStopped):
             await self.on_store(self._refresh)
         await self._follow()
         return done
@@ -394,9 +410,12 @@ class Operations:
         snapshot: Snapshot | None = await self._snapshot()
         for audit in () if snapshot is None else self._new_audits(snapshot):
             self._take_audit(audit)
-        # In memory first: a store that is slow does not keep anybody in adaptive serving.
-        await self._take_flip(self.switch.judge(self._signals()))
-        await self._take_flip(await self.on_store(self._look_at_store))
+        # Decided in memory: a slow store keeps nobody in adaptive serving. Recorded meanwhile: a restart of an engine that hangs
+        # finds the flip.
+        flip = self.switch.judge(self._signals())
+        looking = asyncio.create_task(self.on_store(self._look_at_store))
+        await self._take_flip(flip)
+        await self._take_flip(await looking)
         if self._left_behind and self.degraded:
             await self._move_running()
         await self._follow()
@@ -426,10 +445,7 @@ class Operations:
         if trouble != self._trouble and trouble is not None:
             _log.error("versions", extra={"fields": {"error": trouble}})
         self._trouble = trouble
-        flip = self.switch.sync()
-        with contextlib.suppress(ParamsError):
-            self._read_events()
-        return flip
+        return self._record_switch()
 
     def _refresh(self) -> None:
         if self.rollouts is not None:
@@ -459,13 +475,14 @@ class Operations:
 
     def _signals(self) -> Signals:
         """What was seen since the last look."""
+        memory_share = _memory_share()
         seen, self._since_look = self._since_look, _SinceLook()
         gaps = [self._recent_gaps.popleft() for _ in range(len(self._recent_gaps))]
         return Signals(
             audit_error=sum(seen.true_errors) / len(seen.true_errors) if seen.true_errors else None,
             uncovered_per_step=seen.uncovered_hits / seen.decode_steps if seen.decode_steps else None,
             itl_p99_seconds=percentile(gaps, 0.99) if gaps else None,
-            memory_share=_memory_share(),
+            memory_share=memory_share,
             nonfinite=seen.nonfinite,
             adaptive_requests=seen.adaptive_ended,
         )

@@ -382,7 +382,7 @@ class VeraUsage(_Body):
     params_version: str | None
     """The version of the cache's parameters that served the request; null: none, but as the server was started, or natively."""
     arm: str | None
-    """`stable` or `candidate` of a rollout, or `degraded`: natively, since the degrade switch is open. null: none of these."""
+    """`stable` or `candidate` of a rollout; `degraded`: natively, as the degrade switch is not closed; null: none of these."""
 
 
 class PromptTokensDetails(_Body):

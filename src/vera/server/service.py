@@ -508,7 +508,8 @@ class Service:
             del self._jobs[id(job)]
 
     def _is_served_length(self, job: Job) -> bool:
-        return max(map(len, job.prompts)) + (job.params.max_tokens or 1) <= self.served.max_model_len
+        wanted = job.params.max_tokens or max(1, job.params.min_tokens)
+        return max(map(len, job.prompts)) + wanted <= self.served.max_model_len
 
     def _choose(self, job: Job) -> tuple[SamplingParams, Witness | None]:
         """How a job is served from now on. No other task runs between this and its place in the engine's inbox, so a flip of the
@@ -532,8 +533,12 @@ class Service:
     def _note_moved(self, moved: Mapping[str, str]) -> None:
         """The degrade switch is open. What is moved on its way is no sample of its arm any more."""
         for job in self._jobs.values():
+            if job.serving is None or job.serving.moved or job.serving.mode == "native":
+                continue
             found = {moved[name] for name in job.engine_ids if name in moved}
-            if job.serving is not None and (found or not job.engine_ids):
+            if not job.engine_ids and self._operations is not None:
+                found = {self._operations.native_fidelity(self._most_tokens(job))}
+            if found:
                 fidelity = "exact" if "exact" in found else "native"
                 job.serve(replace(job.serving, fidelity=fidelity, attention_tolerance=None, choice=None, moved=True))
 
