@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vera.bench.options import settings_from
 from vera.bench.peers import bench_peers
 from vera.bench.table.command import bench_table
 from vera.config import CacheConfig
@@ -268,7 +269,7 @@ def serve(
         options |= {"cache_max_bytes": cache_max_bytes, "page_dtype": page_dtype}
         named = {"mode": "cache"}
         given = {name: value for name, value in options.items() if _was_given(context, named.get(name, name))}
-        given |= _settings(cache_set or [])
+        given |= settings_from(cache_set or [])
         cache_config, oversight = follow_profile(profile, given, store=params_store, shadow_share=shadow_share)
     config = EngineConfig(
         cache=cache_config,
@@ -337,7 +338,7 @@ def demo(
         max_tokens=max_tokens,
         num_threads=threads,
         console=_stderr if as_json else Console(),
-        adaptive=_settings(cache_set or []),
+        adaptive=settings_from(cache_set or []),
     )
     if as_json:
         _print_json(result)
@@ -444,7 +445,7 @@ def fidelity(
             context=context,
             tokens=tokens,
             cache=cache,
-            settings=CacheConfig.from_dict({"mode": "adaptive"} | given | _settings(cache_set or [])),
+            settings=CacheConfig.from_dict({"mode": "adaptive"} | given | settings_from(cache_set or [])),
             controls=controls,
             num_threads=threads,
         )
@@ -506,7 +507,7 @@ def bench_decode(
                 repeats=repeats,
                 num_threads=threads,
                 cold_share=cold_share,
-                adaptive=_settings(adaptive or []),
+                adaptive=settings_from(adaptive or []),
             )
         ),
         as_json,
@@ -725,7 +726,7 @@ def bench_workloads(
             repeats=repeats,
             page_dtype=page_dtype,
             max_num_seqs=max_num_seqs,
-            adaptive=_settings(adaptive or []),
+            adaptive=settings_from(adaptive or []),
             seed=seed,
             num_threads=threads,
         )
@@ -753,7 +754,7 @@ def _sampling(
 
 def _cache(mode: str, ratio: float, max_bytes: int | None, page_dtype: str, others: list[str] | None) -> CacheConfig:
     settings = {"mode": mode, "cache_max_size_ratio": ratio, "cache_max_bytes": max_bytes, "page_dtype": page_dtype}
-    return CacheConfig.from_dict(settings | _settings(others or []))
+    return CacheConfig.from_dict(settings | settings_from(others or []))
 
 
 def _was_given(context: typer.Context, name: str) -> bool:
@@ -867,20 +868,6 @@ def _headers(pairs: list[str]) -> dict[str, str]:
             raise ConfigError("a --header is not of the form KEY=VALUE, such as X-Request-Class=batch")
         headers[name.strip()] = value.strip()
     return headers
-
-
-def _settings(pairs: list[str]) -> dict[str, Any]:
-    """`name=value` options as a dict; a value is JSON, or else text."""
-    settings: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"{pair!r} is not of the form name=value, such as attention_tolerance=0.05")
-        try:
-            settings[name.strip()] = json.loads(value)
-        except json.JSONDecodeError:
-            settings[name.strip()] = value
-    return settings
 
 
 def _report(result: dict[str, Any], as_json: bool) -> None:
