@@ -73,7 +73,7 @@ def test_good_rollout_is_watched_from_five_percent_to_promotion(chromium, store)
     ref = version(store)
     with operated(store) as server, load_on(server, tokens=8):
         page = DashboardPage(chromium, server.url).open("admin")
-        start_rollout(server, ref, plan="5:0:1,50:0:2,100:0:2")
+        start_rollout(server, ref, plan="5:4:1,50:0:2,100:0:2")
         seen = set()
 
         def promoted():

@@ -12,6 +12,7 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -55,6 +56,9 @@ _SCHEMA = (
 )
 _COLUMNS = "seq, kind, profile, number, author, reason, time, payload, hash"
 _Row = tuple[Any, ...]
+
+
+_FORMAT_QUERIES = ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
 
 
 class Journal:
@@ -218,6 +222,18 @@ class Journal:
         return sqlite3.connect(uri, uri=True, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False)
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
+        """Tries again while another process makes the file: SQLite does not wait where the way of journalling changes."""
+        deadline = time.monotonic() + self._busy_seconds
+        while True:
+            try:
+                self._make(connection)
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.01)
+
+    def _make(self, connection: sqlite3.Connection) -> None:
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA trusted_schema = OFF")
         if self._check_format(connection):
@@ -239,17 +255,19 @@ class Journal:
 
     def _check_format(self, connection: sqlite3.Connection) -> bool:
         """False: the file is empty."""
-        application = connection.execute("PRAGMA application_id").fetchone()[0]
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if application == _APPLICATION_ID and version == _FORMAT:
-            return True
+        application = version = 0
+        # Twice: between the queries of the first time another process may have made it, all at once.
+        for _ in range(2):
+            application, version, tables = (connection.execute(query).fetchone()[0] for query in _FORMAT_QUERIES)
+            if application == _APPLICATION_ID and version == _FORMAT:
+                return True
+            if not (application or version or tables):
+                return False
         if application == _APPLICATION_ID:
             raise StoreError(
                 f"{self.path} has format {version}, and this release of Vera reads {_FORMAT}; use the release that wrote it"
             )
-        if application or version or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            raise StoreError(f"{self.path} is a database, but no store of parameter versions; name another file")
-        return False
+        raise StoreError(f"{self.path} is a database, but no store of parameter versions; name another file")
 
     def _begin(self) -> None:
         if not self.writable:
