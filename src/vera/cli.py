@@ -256,6 +256,8 @@ def serve(
     )
     if profile is None and params_store is not None:
         raise ConfigError(f"--params-store {params_store} is used with --profile alone; name the profile to follow")
+    if profile is None and _was_given(context, "shadow_share"):
+        raise ConfigError(f"--shadow-share {shadow_share:g} is used with --profile alone: without one there is no candidate")
     try:
         from vera.server.following import follow_nothing, follow_profile
         from vera.server.run import serve as run_server

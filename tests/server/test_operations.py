@@ -130,6 +130,7 @@ def test_rollback_goes_to_the_version_before(store):
         ("rollout/start", {**SIGNED, "candidate": f"{PROFILE}@1", "limits": {"speed": 1}}, 400, "speed"),
         ("rollout/abort", SIGNED, 409, "no rollout"),
         ("rollout/delete", SIGNED, 400, "action"),
+        ("rollout/abort", {**SIGNED, "full": False}, 400, "promote alone"),
         ("degrade", {**SIGNED, "override": "off"}, 400, "override"),
     ],
 )

@@ -151,8 +151,10 @@ def test_unknown_profile_is_refused(path):
         follow(path, profile="long-documents")
 
 
-def test_store_is_asked_for_with_a_profile_alone(monkeypatch, capfd, path):
-    monkeypatch.setattr(sys, "argv", ["vera", "serve", "--params-store", str(path)])
+@pytest.mark.parametrize("option", ["--params-store", "--shadow-share"])
+def test_what_a_profile_needs_is_refused_without_one(monkeypatch, capfd, path, option):
+    value = str(path) if option == "--params-store" else "0.5"
+    monkeypatch.setattr(sys, "argv", ["vera", "serve", option, value])
     with pytest.raises(SystemExit) as done:
         main()
     assert done.value.code == 2 and "--profile" in capfd.readouterr()[1]

@@ -50,7 +50,7 @@ def list_command(
         active = {name: opened.active(name) for name in names}
         versions = {name: opened.versions(name) for name in names}
         if as_json:
-            _print_json(
+            print_json(
                 {
                     "store": str(opened.path),
                     "head": opened.head,
@@ -74,7 +74,7 @@ def show(ref: Ref, store: Store = None, as_json: AsJson = False) -> None:
         active = opened.active(version.profile)
     is_active = active is not None and active.number == version.number
     if as_json:
-        _print_json({**version.to_dict(), "ref": version.ref, "active": is_active})
+        print_json({**version.to_dict(), "ref": version.ref, "active": is_active})
     else:
         Console().print(version_table(version, is_active=is_active))
 
@@ -102,7 +102,7 @@ def diff(
         changed = [
             {"name": change.name, "before": change.before, "after": change.after, "live": change.live} for change in changes
         ]
-        _print_json(
+        print_json(
             {"before": old_name, "after": new_name, "live": all(change.live for change in changes), "differences": changed}
         )
     elif changes:
@@ -128,7 +128,7 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """A new version: another one with some settings changed. A new profile begins with an adaptive cache's defaults."""
-    changes, by = _parse(settings or []), _author(author)
+    changes, by = _parse(settings or []), author_or_user(author)
     with ParameterStore(store) as opened, opened.changing():
         if source is None and profile not in opened.profiles():
             base, parent = full_settings(checked({"mode": "adaptive"})), None
@@ -140,7 +140,7 @@ def create(
             opened.activate(version, author=by, reason=reason)
         before = base if parent is not None else full_settings(checked({}))
     if as_json:
-        _print_json({**version.to_dict(), "ref": version.ref, "active": activate})
+        print_json({**version.to_dict(), "ref": version.ref, "active": activate})
         return
     console = Console()
     console.print(difference_table(_ref(parent) or NATIVE, version.ref, differences(before, version.settings)))
@@ -158,7 +158,7 @@ def activate(
     """Make a version the active one of its profile: services that follow the profile take it over."""
     with ParameterStore(store) as opened, opened.changing():
         before = opened.active(opened.get(ref).profile)
-        version = opened.activate(ref, author=_author(author), reason=reason)
+        version = opened.activate(ref, author=author_or_user(author), reason=reason)
     _print_switch(before, version, as_json=as_json)
 
 
@@ -173,7 +173,7 @@ def rollback(
     """Back to the version that was active before; again, and one further back."""
     with ParameterStore(store) as opened, opened.changing():
         before = opened.active(profile)
-        version = opened.rollback(profile, author=_author(author), reason=reason)
+        version = opened.rollback(profile, author=author_or_user(author), reason=reason)
     _print_switch(before, version, as_json=as_json)
 
 
@@ -190,7 +190,7 @@ def history(
         events = opened.history(profile, kind=kind, limit=limit)
         path = str(opened.path)
     if as_json:
-        _print_json({"store": path, "events": [event.to_dict() for event in events]})
+        print_json({"store": path, "events": [event.to_dict() for event in events]})
     else:
         Console().print(history_table(events))
 
@@ -208,7 +208,7 @@ def verify(
         result = opened.verify(head)
         path = opened.path
     if as_json:
-        _print_json({"store": str(path), **result.to_dict()})
+        print_json({"store": str(path), **result.to_dict()})
     else:
         print_verification(Console(), result)
     if not result.ok:
@@ -234,7 +234,7 @@ def export(
     elif not as_json:
         sys.stdout.write(text)
     if as_json:
-        _print_json({"profiles": counts, "output": str(output) if output else None, **({} if output else {"yaml": text})})
+        print_json({"profiles": counts, "output": str(output) if output else None, **({} if output else {"yaml": text})})
     elif output is not None:
         Console().print(
             f"{sum(counts.values())} versions of {', '.join(names)} written to {output}", highlight=False, markup=False
@@ -252,10 +252,10 @@ def import_command(
     """Append the versions of a file. Nothing is overwritten or activated; what is there already is left out."""
     text = _read(file)
     with ParameterStore(store) as opened:
-        done = import_yaml(opened, text, author=_author(author), reason=reason)
+        done = import_yaml(opened, text, author=author_or_user(author), reason=reason)
     added, present = [version.ref for version in done.added], [version.ref for version in done.present]
     if as_json:
-        _print_json({"added": added, "present": present})
+        print_json({"added": added, "present": present})
         return
     console = Console()
     console.print(f"added: {', '.join(added) or 'nothing'}", highlight=False)
@@ -288,7 +288,8 @@ def _parse(pairs: list[str]) -> dict[str, Any]:
     return settings
 
 
-def _author(given: str | None) -> str:
+def author_or_user(given: str | None) -> str:
+    """Who signs a change: the one that is given, or the system's user. Raises ConfigError if there is none."""
     if given is not None:
         return given
     try:
@@ -311,7 +312,7 @@ def _print_switch(before: Version | None, after: Version, *, as_json: bool) -> N
     changes = differences(old, after.settings)
     if as_json:
         restart = [change.name for change in changes if not change.live] if before is not None else []
-        _print_json({"before": _ref(before), "active": after.ref, "hash": after.hash, "needs_restart": restart})
+        print_json({"before": _ref(before), "active": after.ref, "hash": after.hash, "needs_restart": restart})
         return
     console = Console()
     if before is not None and changes:
@@ -323,5 +324,6 @@ def _ref(version: Version | None) -> str | None:
     return version.ref if version is not None else None
 
 
-def _print_json(value: Any) -> None:
+def print_json(value: Any) -> None:
+    """One line on stdout."""
     sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
-import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vera.errors import ConfigError, ParamsError
+from vera.params.commands import author_or_user, print_json
 
 rollout_app = typer.Typer(
     help="Gradual rollouts of a running service: a share of the requests, a look, then more.", no_args_is_help=True
@@ -137,12 +136,7 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 def _signed(author: str | None, reason: str) -> dict[str, str]:
-    if author is None:
-        try:
-            author = getpass.getuser()
-        except (KeyError, OSError):
-            raise ConfigError("the system does not say which user this is; name one with --author") from None
-    return {"author": author, "reason": reason}
+    return {"author": author_or_user(author), "reason": reason}
 
 
 def _limits(pairs: list[str]) -> dict[str, Any]:
@@ -163,7 +157,7 @@ def _limits(pairs: list[str]) -> dict[str, Any]:
 
 def _show_rollout(status: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        _print_json(status)
+        print_json(status)
         return
     console = Console()
     if (rollout := status.get("rollout")) is None:
@@ -204,7 +198,7 @@ def _arms_table(arms: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _show_switch(status: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        _print_json(status)
+        print_json(status)
         return
     meaning = {"closed": "adaptive", "open": "native: degraded", "half-open": "adaptive for a few again"}[status["state"]]
     override = "" if status["override"] == "none" else " (by hand)"
@@ -215,7 +209,3 @@ def _show_switch(status: dict[str, Any], *, as_json: bool) -> None:
         console.print(f"running requests moved: {status['moved']}", highlight=False)
     if status["failure"]:
         console.print(f"not recorded yet: {status['failure']}", markup=False, highlight=False)
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")

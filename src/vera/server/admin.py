@@ -55,8 +55,8 @@ class RolloutStart(_Signed):
 
 
 class RolloutChange(_Signed):
-    full: bool = True
-    """promote: the candidate becomes active now; false: the next step begins."""
+    full: bool | None = None
+    """With promote alone. true, null: the candidate becomes active now. false: the next step begins."""
 
 
 class Degrade(_Signed):
@@ -130,7 +130,10 @@ def add_admin(app: FastAPI, service: Service) -> None:
     @app.post("/admin/rollout/{action}", response_model=None, responses=changing)
     async def change(action: Literal["promote", "abort", "hold", "resume"], body: RolloutChange) -> dict[str, Any]:
         """Ends a rollout either way, or keeps its weight as it is for a while."""
-        changed = service.operations.change_rollout(action, author=body.author, reason=body.reason, full=body.full)
+        operations = service.operations
+        if body.full is not None and action != "promote":
+            raise bad_request(f"full is taken with promote alone, and not with {action}; leave it out", "full")
+        changed = operations.change_rollout(action, author=body.author, reason=body.reason, full=body.full is not False)
         await _changed(changed)
         return await _told(lambda: _rollouts(service).status())
 

@@ -57,7 +57,7 @@ _EPHEMERAL = "service"
 """The profile of a switch whose service follows none."""
 _KEPT_SERVINGS = 4096
 _NUM_EVENTS = 30
-_CLOSED_FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT)
+_FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class Operations:
         """An answer has ended. What a client gave up, or wanted sooner than the server promises, says nothing."""
         if update.finish_reason is FinishReason.ABORT or (own_deadline and update.finish_reason is FinishReason.TIMEOUT):
             return
-        use, failed = update.cache_use, update.finish_reason in _CLOSED_FAILURES
+        use, failed = update.cache_use, update.finish_reason in _FAILURES
         nonfinite = int(failed and "not finite" in (update.error or ""))
         outcome = Outcome(
             failed=failed,

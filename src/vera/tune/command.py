@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +11,7 @@ from rich.console import Console
 
 from vera.bench.options import settings_from
 from vera.errors import ConfigError, ParamsError
+from vera.params.commands import author_or_user, print_json
 
 _INFEASIBLE = 3
 """The exit code where no candidate keeps the limits."""
@@ -71,7 +69,7 @@ def tune(
     if create is None and (store is not None or author is not None or reason is not None):
         raise ConfigError("--store, --author and --reason are for a version that is created; give --create PROFILE too")
     work = workload_of(workload, batch=batch, context=context, new_tokens=new_tokens, text=text, cold_share=cold_share)
-    by = _author(author) if create is not None else ""
+    by = author_or_user(author) if create is not None else ""
     with ParameterStore(store) if create is not None else nullcontext() as opened:
         if opened is not None and create is not None:
             rehearse(opened, create, author=by, reason=reason or "tuned")
@@ -105,7 +103,7 @@ def tune(
             except ParamsError as error:  # what was measured is to be seen all the same
                 refusal = error
     if as_json:
-        _print_json({**tuned.to_dict(), "created": created.ref if created is not None else None})
+        print_json({**tuned.to_dict(), "created": created.ref if created is not None else None})
     if refusal is not None:
         raise refusal
     if tuned.course.stop is Stop.INTERRUPTED:
@@ -121,16 +119,3 @@ def _objective(name: str) -> Any:
         return Objective(name)
     except ValueError:
         raise ConfigError(f"objective={name!r} is not one of {', '.join(Objective)}") from None
-
-
-def _author(given: str | None) -> str:
-    if given is not None:
-        return given
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        raise ConfigError("the system does not say which user this is; name one with --author") from None
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
