@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from dashboard_page import CHROMIUM, DashboardPage, browser
+from dashboard_page import DashboardPage
 from fake_admin import KEY, running_fake
 
 from vera.server.page import FILES
@@ -120,15 +120,6 @@ def test_every_text_that_is_used_exists_and_every_one_that_exists_is_used():
 
 
 # -- in a browser --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    pytest.importorskip("playwright")
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium; install it (apt-get install chromium), or say where it is in CHROMIUM")
-    with browser() as started:
-        yield started
 
 
 @pytest.fixture

@@ -8,21 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from dashboard_page import CHROMIUM, DashboardPage, browser
+from dashboard_page import DashboardPage
 from test_operations import LONG, OPEN_LIMITS, adaptive_engine, admin, operated, served, start_rollout, until, version
 
 from vera.params import ParameterStore
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    pytest.importorskip("playwright")
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium; install it (apt-get install chromium), or say where it is in CHROMIUM")
-    with browser() as started:
-        yield started
 
 
 @pytest.fixture
