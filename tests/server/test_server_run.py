@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -285,3 +286,13 @@ def test_tls_file_that_is_not_pem_is_named(monkeypatch, tmp_path):
     path = str(tmp_path / "certificate.pem")
     with pytest.raises(ConfigError, match=r"tls_certificate='.*certificate\.pem'.*PEM"):
         server_run.serve(speaking_engine, ServerSettings(port=0, tls_certificate=path, tls_key=path))
+
+
+def test_collector_leaves_alone_what_loading_made():
+    made = []
+    try:
+        server_run.set_aside_after(lambda: made.append([{} for _ in range(1000)]))()
+        young = {id(thing) for thing in gc.get_objects()}
+        assert not any(id(thing) in young for thing in made[0])
+    finally:
+        gc.unfreeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
@@ -43,7 +44,10 @@ def _settle_allocator() -> None:
 def _do(call: str, arguments: dict[str, Any]) -> dict[str, Any]:
     module, _, name = call.partition(":")
     try:
-        outcome: dict[str, Any] = getattr(importlib.import_module(module), name)(**arguments)
+        work = getattr(importlib.import_module(module), name)
+        gc.collect()
+        gc.freeze()  # as a server does: see vera.server.run.set_aside_after
+        outcome: dict[str, Any] = work(**arguments)
     except VeraError as error:
         return {"failed": str(error), "error": type(error).__name__}
     except Exception as error:
