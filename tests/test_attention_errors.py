@@ -120,6 +120,23 @@ def test_arguments_that_do_not_fit_are_refused(
         replace(case, **changes).run(backend)
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("change", [torch.Tensor.double, lambda rows: rows[:-1], lambda rows: rows.transpose(0, 2)])
+def test_tensors_of_a_later_layer_are_checked_too(backend: AttentionBackend, case: Case, name: str, change: Any) -> None:
+    rows = {"query": case.query, "key": case.key, "value": case.value}
+    backend.attend(case.batch, 0, **rows, options=case.options)
+    with pytest.raises(ValueError, match=f"{name} is torch.float"):
+        backend.attend(case.batch, 1, **(rows | {name: change(rows[name])}), options=case.options)
+
+
+def test_output_of_a_layer_outlives_the_next_call(backend: AttentionBackend, case: Case) -> None:
+    first = backend.attend(case.batch, 1, case.query, case.key, case.value, case.options)
+    copy = first.clone()
+    second = backend.attend(case.batch, 1, case.query, case.key, case.value * 2, case.options)
+    assert not torch.equal(second, copy)
+    assert torch.equal(first, copy)
+
+
 def test_a_refused_batch_leaves_the_pages_untouched(backend: AttentionBackend, case: Case) -> None:
     broken = with_table_entry(case, NO_PAGE)
     before = broken.batch.pages.clone()

@@ -110,6 +110,44 @@ class Layer:
         )
         return output
 
+    def between(
+        self, attended: Tensor, hidden: Tensor, following: "Layer", cos: Tensor, sin: Tensor, *, threads: int = 2
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What flows into the `following` layer, and its query, key and value."""
+        rows, weights, extras = len(hidden), self.weights, self.extras
+        output = torch.full_like(hidden, torch.nan)
+        query = torch.full((rows, self.query_heads, self.head_dim), torch.nan)
+        key, value = (torch.full((rows, self.kv_heads, self.head_dim), torch.nan) for _ in range(2))
+        native.between_attention(
+            address(attended),
+            address(weights["o"]),
+            address(extras["o_bias"]),
+            address(hidden),
+            address(extras["norm"]),
+            EPS,
+            *(address(weights[name]) for name in ("gate", "up", "down")),
+            *(address(extras[f"{name}_bias"]) for name in ("gate", "up", "down")),
+            address(output),
+            FORMATS[weights["o"].dtype],
+            address(following.extras["norm"]),
+            EPS,
+            *(address(following.weights[name]) for name in ("q", "k", "v")),
+            *(address(following.extras[f"{name}_bias"]) for name in ("q", "k", "v")),
+            address(following.extras["q_norm"]),
+            address(following.extras["k_norm"]),
+            QK_EPS,
+            *(address(tensor) for tensor in (cos, sin, query, key, value)),
+            FORMATS[following.weights["q"].dtype],
+            rows,
+            self.hidden_size,
+            len(weights["gate"]),
+            self.query_heads,
+            self.kv_heads,
+            self.head_dim,
+            threads,
+        )
+        return output, query, key, value
+
     def project(self, name: str, x: Tensor) -> Tensor:
         bias = self.extras[f"{name}_bias"]
         return F.linear(x, self.weights[name].double(), None if bias is None else bias.double())
@@ -146,8 +184,8 @@ SIZES = [
 ]
 
 
-def make_layer(sizes: Sizes, *, bias: bool = False, head_norms: bool = False) -> Layer:
-    torch.manual_seed(0)
+def make_layer(sizes: Sizes, *, bias: bool = False, head_norms: bool = False, seed: int = 0) -> Layer:
+    torch.manual_seed(seed)
     query, kv = sizes.query_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     shapes = {
         "q": (query, sizes.hidden),
@@ -249,6 +287,20 @@ def test_a_row_of_a_layer_has_the_same_bits_in_every_batch_and_on_any_number_of_
         assert torch.equal(layer.after(attended[only], hidden[only]), after[only])
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_between_two_attentions_come_the_bits_of_the_two_calls(isa, dtype, sizes, rows, bias, threads):
+    layer = make_layer(sizes, bias=bias).to(dtype)
+    following = make_layer(sizes, bias=not bias, head_norms=True, seed=1)
+    hidden, attended, cos, sin = make_rows(rows, sizes)
+    output = layer.after(attended, hidden)
+    expected = output, *following.before(output, cos, sin)
+    for one, other in zip(layer.between(attended, hidden, following, cos, sin, threads=threads), expected, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_layer_of_half_weights_gives_the_bits_of_the_same_weights_in_float32(isa, half):
     layer = make_layer(SIZES[3]).to(half)
@@ -330,3 +382,17 @@ def test_what_after_attention_cannot_take_is_refused(name, value):
     pointers += ["gate_bias", "up_bias", "down_bias", "output"]
     with pytest.raises(ValueError, match=f"{name}={value}: it must be"):
         native.after_attention(**dict.fromkeys(pointers, 0), eps=EPS, num_threads=1, **(sizes | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rows", 0), ("hidden_size", -1), ("query_heads", 0), ("intermediate_size", 0), ("head_dim", 3), ("weight_format", 3)],
+)
+def test_what_between_attention_cannot_take_is_refused(name, value):
+    sizes = {"rows": 1, "hidden_size": 4, "intermediate_size": 4, "query_heads": 1, "kv_heads": 1, "head_dim": 4}
+    pointers = ["attended", "o_weight", "o_bias", "hidden", "norm_weight", "gate_weight", "up_weight", "down_weight", "gate_bias"]
+    pointers += ["up_bias", "down_bias", "output", "next_norm_weight", "q_weight", "k_weight", "v_weight", "q_bias", "k_bias"]
+    pointers += ["v_bias", "q_norm", "k_norm", "cos", "sin", "query", "key", "value"]
+    numbers = {"eps": EPS, "next_eps": EPS, "qk_norm_eps": EPS, "weight_format": 0, "next_weight_format": 0, "num_threads": 1}
+    with pytest.raises(ValueError, match=f"{'query_size' if name == 'query_heads' else name}={value}: it must be"):
+        native.between_attention(**dict.fromkeys(pointers, 0), **(numbers | sizes | {name: value}))

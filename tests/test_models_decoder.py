@@ -31,9 +31,14 @@ def calls(monkeypatch):
 
         return spy
 
-    for name in ("before_attention", "after_attention"):
+    for name in ("before_attention", "between_attention", "after_attention"):
         monkeypatch.setattr(decoder, name, spied(name))
     return made
+
+
+def calls_of_a_loop(layers=LAYERS, turns=1):
+    """The calls of so many layers in one loop, each for so many parts of the rows."""
+    return ["before_attention"] * turns + ["between_attention"] * turns * (layers - 1) + ["after_attention"] * turns
 
 
 def token_ids(rows):
@@ -61,8 +66,7 @@ def test_results_are_those_of_transformers_forward(family, rows, calls):
     expected = own_logits(model, rows)
     assert calls == []
     assert (logits(model, rows) - expected).abs().max() < 2e-5
-    turns = -(-rows // 128)
-    assert calls == (["before_attention"] * turns + ["after_attention"] * turns) * LAYERS
+    assert calls == calls_of_a_loop(turns=-(-rows // 128))
 
 
 @pytest.mark.parametrize("overrides", [{"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4}, {"head_dim": 24}])
@@ -76,12 +80,14 @@ def test_biases_and_other_shapes_come_out_right(overrides, calls):
 
 def test_the_probe_takes_the_calls(calls):
     adopt_model(tiny_model())
-    assert calls == ["before_attention", "after_attention"] * LAYERS
+    assert calls == calls_of_a_loop()
 
 
-@pytest.mark.parametrize("name", ["before_attention", "after_attention"])
-def test_a_wrong_result_of_the_calls_is_found_by_the_probe(name, monkeypatch):
-    call, eps = getattr(decoder, name), {"before_attention": 2, "after_attention": 5}[name]
+@pytest.mark.parametrize(
+    ("name", "eps"), [("before_attention", 2), ("between_attention", 5), ("between_attention", 15), ("after_attention", 5)]
+)
+def test_a_wrong_result_of_the_calls_is_found_by_the_probe(name, eps, monkeypatch):
+    call = getattr(decoder, name)
     monkeypatch.setattr(decoder, name, lambda *given: call(*given[:eps], 0.5, *given[eps + 1 :]))
     with pytest.raises(UnsupportedModel, match="is not supported"):
         adopt_model(tiny_model())
@@ -123,6 +129,69 @@ def test_hooks_on_parts_are_run(calls):
     assert torch.equal(logits(model, 5), before)
 
 
+def test_hook_on_a_layer_is_run_and_what_it_gives_goes_on(calls):
+    model = adopt_model(tiny_model())
+    before = logits(model, 5)
+    calls.clear()
+    handle = model.module.model.layers[1].register_forward_hook(lambda _layer, _inputs, output: output * 2)
+    doubled = logits(model, 5)
+    assert calls == ["before_attention", "after_attention"] * LAYERS
+    assert (doubled - own_logits(model, 5)).abs().max() < 2e-5
+    handle.remove()
+    assert torch.equal(logits(model, 5), before)
+
+
+def test_global_hooks_see_every_layer():
+    model, seen = adopt_model(tiny_model()), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, _inputs, _output: seen.append(module))
+    try:
+        logits(model, 5)
+    finally:
+        handle.remove()
+    assert all(any(module is layer for module in seen) for layer in model.module.model.layers)
+
+
+def test_layer_that_was_replaced_in_the_list_is_run(calls):
+    model, other = adopt_model(tiny_model()), adopt_model(tiny_model(seed=1))
+    before = logits(model, 5)
+    calls.clear()
+    model.module.model.layers[2] = other.module.model.layers[2]
+    after = logits(model, 5)
+    assert calls == calls_of_a_loop()
+    other.module.set_attn_implementation("eager")
+    assert (after - own_logits(model, 5)).abs().max() < 2e-5
+    assert not torch.allclose(after, before, atol=1e-4)
+
+
+def test_list_of_fewer_layers_is_run_as_it_is():
+    model = adopt_model(tiny_model())
+    logits(model, 5)
+    model.module.model.layers = model.module.model.layers[:3]
+    assert (logits(model, 5) - own_logits(model, 5)).abs().max() < 2e-5
+
+
+def test_keys_and_values_that_a_hook_keeps_stay_as_they_were(calls):
+    model, kept, copies, places = adopt_model(tiny_model()), [], [], torch.arange(5)
+
+    def attend(layer, query, key, value, options):
+        kept.extend((key, value))
+        copies.extend((key.clone(), value.clone()))
+        return DenseAttention([5])(layer, query, key, value, options)
+
+    model.forward(token_ids(5), places, places, attend)
+    assert all(torch.equal(one, other) for one, other in zip(kept, copies, strict=True))
+
+
+def test_adopted_model_still_records_hidden_states_for_a_caller_of_its_own():
+    module = tiny_model()
+    with torch.inference_mode():
+        expected = module(input_ids=token_ids(5)[None], output_hidden_states=True).hidden_states
+        adopt_model(module).module.set_attn_implementation("sdpa")
+        recorded = module(input_ids=token_ids(5)[None], output_hidden_states=True).hidden_states
+    assert len(recorded) == len(expected) == LAYERS + 1
+    assert all((one - other).abs().max() < 2e-5 for one, other in zip(recorded, expected, strict=True))
+
+
 def replace_parameter(layer):
     layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight * 2)
 
@@ -145,6 +214,18 @@ def transpose_in_place(layer):
 
 def change_epsilon(layer):
     layer.post_attention_layernorm.variance_epsilon = 0.5
+
+
+def replace_norm(layer):
+    layer.input_layernorm = nn.LayerNorm(layer.input_layernorm.weight.numel())
+
+
+def replace_class(layer):
+    class Doubling(type(layer.mlp)):
+        def forward(self, hidden):
+            return super().forward(hidden) * 2
+
+    layer.mlp.__class__ = Doubling
 
 
 def replace_part(layer):
@@ -174,6 +255,8 @@ def convert_a_weight(layer):
         add_bias,
         transpose_in_place,
         change_epsilon,
+        replace_norm,
+        replace_class,
         replace_part,
         replace_activation,
         replace_forward,
@@ -198,7 +281,7 @@ def test_weights_of_another_type_at_the_same_place_are_seen_as_they_are(calls):
         if isinstance(part, nn.Linear):
             part.weight.data = part.weight.data.view(torch.bfloat16)
     after = logits(model, 5)
-    assert len(calls) == 2 * LAYERS
+    assert calls == calls_of_a_loop()
     assert (after - own_logits(model, 5)).abs().max() < 2e-5
     assert not torch.allclose(after, before, atol=1e-4)
 
@@ -266,7 +349,7 @@ def test_what_flows_into_a_layer_is_kept_and_a_window_goes_on_from_it(calls):
         keep=lambda layer, state: hidden.update({layer: state.clone()}),
     )
     model.run_layers(token_ids(5), places, noting(window), first=2, stop=4, hidden=hidden[2])
-    assert len(calls) == 2 * (LAYERS + 2)
+    assert calls == calls_of_a_loop() + ["before_attention", "after_attention"] * 2
     assert [layer for layer, _, _ in window] == [2, 3]
     for (_, key, value), (_, again_key, again_value) in zip(whole[2:], window, strict=True):
         assert torch.equal(key, again_key)

@@ -37,6 +37,54 @@ Rows rows(const RowsArgument& argument) {
 
 Projection projection(uintptr_t weight, uintptr_t bias) { return {pointer<const void>(weight), pointer<const float>(bias)}; }
 
+BeforeAttention before_attention(uintptr_t hidden, uintptr_t norm_weight, float eps, uintptr_t q_weight, uintptr_t k_weight,
+                                 uintptr_t v_weight, uintptr_t q_bias, uintptr_t k_bias, uintptr_t v_bias, uintptr_t q_norm,
+                                 uintptr_t k_norm, float qk_norm_eps, uintptr_t cos, uintptr_t sin, uintptr_t query,
+                                 uintptr_t key, uintptr_t value, int weight_format, int rows, int hidden_size, int query_heads,
+                                 int kv_heads, int head_dim) {
+  BeforeAttention layer{};
+  layer.hidden = pointer<const float>(hidden);
+  layer.norm = {pointer<const float>(norm_weight), eps};
+  layer.q = projection(q_weight, q_bias);
+  layer.k = projection(k_weight, k_bias);
+  layer.v = projection(v_weight, v_bias);
+  layer.q_norm = {pointer<const float>(q_norm), qk_norm_eps};
+  layer.k_norm = {pointer<const float>(k_norm), qk_norm_eps};
+  layer.cos = pointer<const float>(cos);
+  layer.sin = pointer<const float>(sin);
+  layer.query = pointer<float>(query);
+  layer.key = pointer<float>(key);
+  layer.value = pointer<float>(value);
+  layer.format = WeightFormat(weight_format);
+  layer.rows = rows;
+  layer.hidden_size = hidden_size;
+  layer.query_heads = query_heads;
+  layer.kv_heads = kv_heads;
+  layer.head_dim = head_dim;
+  return layer;
+}
+
+AfterAttention after_attention(uintptr_t attended, uintptr_t o_weight, uintptr_t o_bias, uintptr_t hidden, uintptr_t norm_weight,
+                               float eps, uintptr_t gate_weight, uintptr_t up_weight, uintptr_t down_weight, uintptr_t gate_bias,
+                               uintptr_t up_bias, uintptr_t down_bias, uintptr_t output, int weight_format, int rows,
+                               int hidden_size, int query_size, int intermediate_size) {
+  AfterAttention layer{};
+  layer.attended = pointer<const float>(attended);
+  layer.o = projection(o_weight, o_bias);
+  layer.hidden = pointer<const float>(hidden);
+  layer.norm = {pointer<const float>(norm_weight), eps};
+  layer.gate = projection(gate_weight, gate_bias);
+  layer.up = projection(up_weight, up_bias);
+  layer.down = projection(down_weight, down_bias);
+  layer.output = pointer<float>(output);
+  layer.format = WeightFormat(weight_format);
+  layer.rows = rows;
+  layer.hidden_size = hidden_size;
+  layer.query_size = query_size;
+  layer.intermediate_size = intermediate_size;
+  return layer;
+}
+
 constexpr size_t kPiece = size_t(1) << 20;  // bytes that a thread sums at a time
 
 uint64_t plain_sum(uintptr_t address, size_t bytes, int num_threads) {
@@ -209,25 +257,9 @@ NB_MODULE(_native, module) {
          uintptr_t q_bias, uintptr_t k_bias, uintptr_t v_bias, uintptr_t q_norm, uintptr_t k_norm, float qk_norm_eps,
          uintptr_t cos, uintptr_t sin, uintptr_t query, uintptr_t key, uintptr_t value, int weight_format, int rows,
          int hidden_size, int query_heads, int kv_heads, int head_dim, int num_threads) {
-        BeforeAttention layer{};
-        layer.hidden = pointer<const float>(hidden);
-        layer.norm = {pointer<const float>(norm_weight), eps};
-        layer.q = projection(q_weight, q_bias);
-        layer.k = projection(k_weight, k_bias);
-        layer.v = projection(v_weight, v_bias);
-        layer.q_norm = {pointer<const float>(q_norm), qk_norm_eps};
-        layer.k_norm = {pointer<const float>(k_norm), qk_norm_eps};
-        layer.cos = pointer<const float>(cos);
-        layer.sin = pointer<const float>(sin);
-        layer.query = pointer<float>(query);
-        layer.key = pointer<float>(key);
-        layer.value = pointer<float>(value);
-        layer.format = WeightFormat(weight_format);
-        layer.rows = rows;
-        layer.hidden_size = hidden_size;
-        layer.query_heads = query_heads;
-        layer.kv_heads = kv_heads;
-        layer.head_dim = head_dim;
+        const BeforeAttention layer = before_attention(
+            hidden, norm_weight, eps, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, q_norm, k_norm, qk_norm_eps, cos, sin,
+            query, key, value, weight_format, rows, hidden_size, query_heads, kv_heads, head_dim);
         const DecoderKernels& kernels = choose_kernels("").decoder;
         const nb::gil_scoped_release release;
         run_before_attention(kernels, layer, num_threads);
@@ -242,20 +274,9 @@ NB_MODULE(_native, module) {
          uintptr_t gate_weight, uintptr_t up_weight, uintptr_t down_weight, uintptr_t gate_bias, uintptr_t up_bias,
          uintptr_t down_bias, uintptr_t output, int weight_format, int rows, int hidden_size, int query_size,
          int intermediate_size, int num_threads) {
-        AfterAttention layer{};
-        layer.attended = pointer<const float>(attended);
-        layer.o = projection(o_weight, o_bias);
-        layer.hidden = pointer<const float>(hidden);
-        layer.norm = {pointer<const float>(norm_weight), eps};
-        layer.gate = projection(gate_weight, gate_bias);
-        layer.up = projection(up_weight, up_bias);
-        layer.down = projection(down_weight, down_bias);
-        layer.output = pointer<float>(output);
-        layer.format = WeightFormat(weight_format);
-        layer.rows = rows;
-        layer.hidden_size = hidden_size;
-        layer.query_size = query_size;
-        layer.intermediate_size = intermediate_size;
+        const AfterAttention layer = after_attention(attended, o_weight, o_bias, hidden, norm_weight, eps, gate_weight, up_weight,
+                                                     down_weight, gate_bias, up_bias, down_bias, output, weight_format, rows,
+                                                     hidden_size, query_size, intermediate_size);
         const DecoderKernels& kernels = choose_kernels("").decoder;
         const nb::gil_scoped_release release;
         run_after_attention(kernels, layer, num_threads);
@@ -264,6 +285,31 @@ NB_MODULE(_native, module) {
       "down_weight"_a, "gate_bias"_a, "up_bias"_a, "down_bias"_a, "output"_a, "weight_format"_a, "rows"_a, "hidden_size"_a,
       "query_size"_a, "intermediate_size"_a, "num_threads"_a,
       "The same layer from its attention on: o, residual, RMSNorm, silu(gate) * up, down, residual.");
+  module.def(
+      "between_attention",
+      [](uintptr_t attended, uintptr_t o_weight, uintptr_t o_bias, uintptr_t hidden, uintptr_t norm_weight, float eps,
+         uintptr_t gate_weight, uintptr_t up_weight, uintptr_t down_weight, uintptr_t gate_bias, uintptr_t up_bias,
+         uintptr_t down_bias, uintptr_t output, int weight_format, uintptr_t next_norm_weight, float next_eps, uintptr_t q_weight,
+         uintptr_t k_weight, uintptr_t v_weight, uintptr_t q_bias, uintptr_t k_bias, uintptr_t v_bias, uintptr_t q_norm,
+         uintptr_t k_norm, float qk_norm_eps, uintptr_t cos, uintptr_t sin, uintptr_t query, uintptr_t key, uintptr_t value,
+         int next_weight_format, int rows, int hidden_size, int intermediate_size, int query_heads, int kv_heads, int head_dim,
+         int num_threads) {
+        const AfterAttention layer = after_attention(attended, o_weight, o_bias, hidden, norm_weight, eps, gate_weight, up_weight,
+                                                     down_weight, gate_bias, up_bias, down_bias, output, weight_format, rows,
+                                                     hidden_size, query_heads * head_dim, intermediate_size);
+        const BeforeAttention next_layer = before_attention(
+            output, next_norm_weight, next_eps, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, q_norm, k_norm, qk_norm_eps,
+            cos, sin, query, key, value, next_weight_format, rows, hidden_size, query_heads, kv_heads, head_dim);
+        const DecoderKernels& kernels = choose_kernels("").decoder;
+        const nb::gil_scoped_release release;
+        run_between_attention(kernels, layer, next_layer, num_threads);
+      },
+      "attended"_a, "o_weight"_a, "o_bias"_a, "hidden"_a, "norm_weight"_a, "eps"_a, "gate_weight"_a, "up_weight"_a,
+      "down_weight"_a, "gate_bias"_a, "up_bias"_a, "down_bias"_a, "output"_a, "weight_format"_a, "next_norm_weight"_a,
+      "next_eps"_a, "q_weight"_a, "k_weight"_a, "v_weight"_a, "q_bias"_a, "k_bias"_a, "v_bias"_a, "q_norm"_a, "k_norm"_a,
+      "qk_norm_eps"_a, "cos"_a, "sin"_a, "query"_a, "key"_a, "value"_a, "next_weight_format"_a, "rows"_a, "hidden_size"_a,
+      "intermediate_size"_a, "query_heads"_a, "kv_heads"_a, "head_dim"_a, "num_threads"_a,
+      "after_attention of one layer, then before_attention of the next, of the same sizes.");
   module.def(
       "rms_norm",
       [](uintptr_t x, uintptr_t weight, float eps, uintptr_t y, int rows, int size, int num_threads) {

@@ -1,4 +1,5 @@
-// A Llama-like decoder layer for few rows: all that comes before attention, and all that comes after it, each in one call.
+// A Llama-like decoder layer for few rows: all that comes before attention, and all that comes after it, each in one call,
+// or the end of a layer and the beginning of the next in one.
 // What is small beside the products is done between them, without waking the threads anew.
 #pragma once
 
@@ -66,6 +67,9 @@ struct AfterAttention {
 // Throw std::invalid_argument for sizes that are not positive, an odd head_dim and an unknown format.
 void run_before_attention(const DecoderKernels& kernels, const BeforeAttention& layer, int num_threads);
 void run_after_attention(const DecoderKernels& kernels, const AfterAttention& layer, int num_threads);
+// The end of a layer and the beginning of the next, whose `hidden` is the `output` of the first.
+void run_between_attention(const DecoderKernels& kernels, const AfterAttention& layer, const BeforeAttention& next_layer,
+                           int num_threads);
 
 void run_rms_norm(const DecoderKernels& kernels, const float* x, const Norm& norm, float* y, int rows, int size, int num_threads);
 

@@ -108,91 +108,170 @@ LinearTask piece_of(LinearTask task, const float* x, const Cut& cut, int piece, 
 
 const void* weights_of_piece(const LinearTask& task, const Cut& cut, int piece) { return weights_of(task, cut.begin(piece)); }
 
+// What comes before a layer's attention, in phases.
+class WorkBefore {
+ public:
+  enum Phase { kProject, kRotate, kPhases };
+
+  WorkBefore(const DecoderKernels& kernels, const BeforeAttention& layer, int num_threads)
+      : kernels_(kernels),
+        layer_(layer),
+        query_size_(layer.query_heads * layer.head_dim),
+        kv_size_(layer.kv_heads * layer.head_dim),
+        q_(product(layer.q, layer.format, layer.query, layer.rows, layer.hidden_size, query_size_)),
+        k_(product(layer.k, layer.format, layer.key, layer.rows, layer.hidden_size, kv_size_)),
+        v_(product(layer.v, layer.format, layer.value, layer.rows, layer.hidden_size, kv_size_)) {
+    const int size = outputs_of_piece(query_size_ + 2 * kv_size_, num_threads);
+    q_cut_ = {query_size_, size};
+    kv_cut_ = {kv_size_, size};
+    row_cut_ = cut_rows(layer.rows, num_threads);
+  }
+
+  std::array<int, kPhases> pieces() const { return {q_cut_.pieces() + 2 * kv_cut_.pieces(), row_cut_.pieces()}; }
+
+  // The weights that a piece begins with; null if it has none.
+  const void* weights(Piece piece) const {
+    if (piece.phase != kProject) return nullptr;
+    const Part part = part_at(piece.index);
+    return weights_of_piece(part.task, part.cut, part.piece);
+  }
+
+  // What a thread keeps from piece to piece.
+  NormedRows normed() const { return {kernels_, layer_.hidden, layer_.norm, layer_.rows, layer_.hidden_size}; }
+
+  // `ahead` are the weights that this thread reads next, or null.
+  void run(Piece piece, NormedRows& normed, const void* ahead) const {
+    if (piece.phase == kRotate) {
+      for (int row = row_cut_.begin(piece.index); row < row_cut_.end(piece.index); ++row) {
+        rotate(layer_.query, layer_.query_heads, layer_.q_norm, row);
+        rotate(layer_.key, layer_.kv_heads, layer_.k_norm, row);
+      }
+      return;
+    }
+    const Part part = part_at(piece.index);
+    kernels_.linear(piece_of(part.task, normed.get(), part.cut, part.piece, ahead));
+  }
+
+ private:
+  // A piece of one of the three products.
+  struct Part {
+    const LinearTask& task;
+    const Cut& cut;
+    int piece;
+  };
+
+  Part part_at(int piece) const {
+    const int k_begin = q_cut_.pieces(), v_begin = k_begin + kv_cut_.pieces();
+    if (piece < k_begin) return {q_, q_cut_, piece};
+    if (piece < v_begin) return {k_, kv_cut_, piece - k_begin};
+    return {v_, kv_cut_, piece - v_begin};
+  }
+
+  void rotate(float* heads, int num_heads, const Norm& norm, int row) const {
+    const int head_dim = layer_.head_dim;
+    heads += size_t(row) * size_t(num_heads) * size_t(head_dim);
+    const size_t position = size_t(row) * size_t(head_dim);
+    if (norm.weight != nullptr) kernels_.rms_norm(heads, norm.weight, norm.eps, heads, num_heads, head_dim);
+    kernels_.rotate(heads, layer_.cos + position, layer_.sin + position, num_heads, head_dim);
+  }
+
+  const DecoderKernels& kernels_;
+  const BeforeAttention& layer_;
+  int query_size_, kv_size_;
+  LinearTask q_, k_, v_;
+  Cut q_cut_{}, kv_cut_{}, row_cut_{};
+};
+
+// What comes after a layer's attention, in phases.
+class WorkAfter {
+ public:
+  enum Phase { kProject, kGate, kDown, kPhases };
+
+  WorkAfter(const DecoderKernels& kernels, const AfterAttention& layer, int num_threads) : kernels_(kernels), layer_(layer) {
+    const int rows = layer.rows, hidden_size = layer.hidden_size, intermediate_size = layer.intermediate_size;
+    const size_t intermediate_floats = size_t(rows) * size_t(intermediate_size);
+    thread_local Scratch scratch;
+    gates_ = scratch.at_least(2 * intermediate_floats);
+    ups_ = gates_ + intermediate_floats;
+    o_ = product(layer.o, layer.format, layer.output, rows, layer.query_size, hidden_size);
+    o_.added = layer.hidden;
+    gate_ = product(layer.gate, layer.format, gates_, rows, hidden_size, intermediate_size);
+    up_ = product(layer.up, layer.format, ups_, rows, hidden_size, intermediate_size);
+    down_ = product(layer.down, layer.format, layer.output, rows, intermediate_size, hidden_size);
+    down_.added = layer.output;
+    hidden_cut_ = {hidden_size, outputs_of_piece(hidden_size, num_threads)};
+    gate_cut_ = {intermediate_size, outputs_of_piece(intermediate_size, num_threads)};
+  }
+
+  std::array<int, kPhases> pieces() const { return {hidden_cut_.pieces(), gate_cut_.pieces(), hidden_cut_.pieces()}; }
+
+  const void* weights(Piece piece) const {
+    switch (piece.phase) {
+      case kProject: return weights_of_piece(o_, hidden_cut_, piece.index);
+      case kGate: return weights_of_piece(gate_, gate_cut_, piece.index);
+      case kDown: return weights_of_piece(down_, hidden_cut_, piece.index);
+      default: return nullptr;
+    }
+  }
+
+  NormedRows normed() const { return {kernels_, layer_.output, layer_.norm, layer_.rows, layer_.hidden_size}; }
+
+  void run(Piece piece, NormedRows& normed, const void* ahead) const {
+    switch (piece.phase) {
+      case kProject: return kernels_.linear(piece_of(o_, layer_.attended, hidden_cut_, piece.index, ahead));
+      case kGate: return gate_and_up(normed.get(), piece.index, ahead);
+      default: return kernels_.linear(piece_of(down_, gates_, hidden_cut_, piece.index, ahead));
+    }
+  }
+
+ private:
+  void gate_and_up(const float* x, int piece, const void* ahead) const {
+    kernels_.linear(piece_of(gate_, x, gate_cut_, piece, weights_of_piece(up_, gate_cut_, piece)));
+    kernels_.linear(piece_of(up_, x, gate_cut_, piece, ahead));
+    kernels_.gate(gates_, ups_, layer_.rows, layer_.intermediate_size, gate_cut_.begin(piece), gate_cut_.end(piece));
+  }
+
+  const DecoderKernels& kernels_;
+  const AfterAttention& layer_;
+  float *gates_, *ups_;
+  LinearTask o_{}, gate_{}, up_{}, down_{};
+  Cut hidden_cut_{}, gate_cut_{};
+};
+
+template <class Work>
+void run_alone(const Work& work, int num_threads) {
+  run_phases<Work::kPhases>(num_threads, work.pieces(), [&] {
+    return [&work, normed = work.normed()](Piece piece, Piece next) mutable { work.run(piece, normed, work.weights(next)); };
+  });
+}
+
 }  // namespace
 
 void run_before_attention(const DecoderKernels& kernels, const BeforeAttention& layer, int num_threads) {
   check(layer);
-  const int rows = layer.rows, hidden_size = layer.hidden_size, head_dim = layer.head_dim;
-  const int query_size = layer.query_heads * head_dim, kv_size = layer.kv_heads * head_dim;
-  const LinearTask q = product(layer.q, layer.format, layer.query, rows, hidden_size, query_size);
-  const LinearTask k = product(layer.k, layer.format, layer.key, rows, hidden_size, kv_size);
-  const LinearTask v = product(layer.v, layer.format, layer.value, rows, hidden_size, kv_size);
-
-  const int size = outputs_of_piece(query_size + 2 * kv_size, num_threads);
-  const Cut q_cut{query_size, size}, kv_cut{kv_size, size}, row_cut = cut_rows(rows, num_threads);
-  const int k_begin = q_cut.pieces(), v_begin = k_begin + kv_cut.pieces(), projections = v_begin + kv_cut.pieces();
-  // Calls use(product, cut, piece of it) for a piece of all three.
-  const auto with_projection = [&](int piece, const auto& use) {
-    if (piece < k_begin) return use(q, q_cut, piece);
-    if (piece < v_begin) return use(k, kv_cut, piece - k_begin);
-    return use(v, kv_cut, piece - v_begin);
-  };
-  const auto project = [&](const float* normed, int piece, const void* ahead) {
-    with_projection(piece, [&](const LinearTask& task, const Cut& cut, int part) {
-      kernels.linear(piece_of(task, normed, cut, part, ahead));
-    });
-  };
-  const auto rotate_heads = [&](float* heads, int num_heads, const Norm& norm, int row) {
-    heads += size_t(row) * size_t(num_heads) * size_t(head_dim);
-    const size_t position = size_t(row) * size_t(head_dim);
-    if (norm.weight != nullptr) kernels.rms_norm(heads, norm.weight, norm.eps, heads, num_heads, head_dim);
-    kernels.rotate(heads, layer.cos + position, layer.sin + position, num_heads, head_dim);
-  };
-  const auto rotate = [&](int piece) {
-    for (int row = row_cut.begin(piece); row < row_cut.end(piece); ++row) {
-      rotate_heads(layer.query, layer.query_heads, layer.q_norm, row);
-      rotate_heads(layer.key, layer.kv_heads, layer.k_norm, row);
-    }
-  };
-
-  enum Phase { kProject, kRotate };
-  run_phases<2>(num_threads, {projections, row_cut.pieces()}, [&] {
-    return [&, normed = NormedRows(kernels, layer.hidden, layer.norm, rows, hidden_size)](Piece piece, Piece next) mutable {
-      if (piece.phase == kRotate) return rotate(piece.index);
-      project(normed.get(), piece.index, next.phase == kProject ? with_projection(next.index, weights_of_piece) : nullptr);
-    };
-  });
+  run_alone(WorkBefore(kernels, layer, num_threads), num_threads);
 }
 
 void run_after_attention(const DecoderKernels& kernels, const AfterAttention& layer, int num_threads) {
   check(layer);
-  const int rows = layer.rows, hidden_size = layer.hidden_size, intermediate_size = layer.intermediate_size;
-  const size_t intermediate_floats = size_t(rows) * size_t(intermediate_size);
-  thread_local Scratch scratch;
-  float* gates = scratch.at_least(2 * intermediate_floats);
-  float* ups = gates + intermediate_floats;
-  LinearTask o = product(layer.o, layer.format, layer.output, rows, layer.query_size, hidden_size);
-  o.added = layer.hidden;
-  const LinearTask gate = product(layer.gate, layer.format, gates, rows, hidden_size, intermediate_size);
-  const LinearTask up = product(layer.up, layer.format, ups, rows, hidden_size, intermediate_size);
-  LinearTask down = product(layer.down, layer.format, layer.output, rows, intermediate_size, hidden_size);
-  down.added = layer.output;
+  run_alone(WorkAfter(kernels, layer, num_threads), num_threads);
+}
 
-  const Cut hidden_cut{hidden_size, outputs_of_piece(hidden_size, num_threads)};
-  const Cut gate_cut{intermediate_size, outputs_of_piece(intermediate_size, num_threads)};
-  const auto gate_and_up = [&](const float* normed, int piece, const void* ahead) {
-    kernels.linear(piece_of(gate, normed, gate_cut, piece, weights_of_piece(up, gate_cut, piece)));
-    kernels.linear(piece_of(up, normed, gate_cut, piece, ahead));
-    kernels.gate(gates, ups, rows, intermediate_size, gate_cut.begin(piece), gate_cut.end(piece));
-  };
-
-  enum Phase { kProject, kGate, kDown };
-  const auto weights_ahead = [&](Piece next) -> const void* {
-    switch (next.phase) {
-      case kProject: return weights_of_piece(o, hidden_cut, next.index);
-      case kGate: return weights_of_piece(gate, gate_cut, next.index);
-      case kDown: return weights_of_piece(down, hidden_cut, next.index);
-      default: return nullptr;
-    }
-  };
-  run_phases<3>(num_threads, {hidden_cut.pieces(), gate_cut.pieces(), hidden_cut.pieces()}, [&] {
-    return [&, normed = NormedRows(kernels, layer.output, layer.norm, rows, hidden_size)](Piece piece, Piece next) mutable {
-      const void* ahead = weights_ahead(next);
-      switch (piece.phase) {
-        case kProject: return kernels.linear(piece_of(o, layer.attended, hidden_cut, piece.index, ahead));
-        case kGate: return gate_and_up(normed.get(), piece.index, ahead);
-        default: return kernels.linear(piece_of(down, gates, hidden_cut, piece.index, ahead));
-      }
+void run_between_attention(const DecoderKernels& kernels, const AfterAttention& layer, const BeforeAttention& next_layer,
+                           int num_threads) {
+  check(layer);
+  check(next_layer);
+  const WorkAfter after(kernels, layer, num_threads);
+  const WorkBefore before(kernels, next_layer, num_threads);
+  constexpr int kFirst = WorkAfter::kPhases;  // of the phases before the next attention
+  const auto of_before = [](Piece piece) { return Piece{piece.phase - kFirst, piece.index}; };
+  const auto [project, gate, down] = after.pieces();
+  const auto [next_project, rotate] = before.pieces();
+  run_phases<kFirst + WorkBefore::kPhases>(num_threads, {project, gate, down, next_project, rotate}, [&] {
+    return [&, normed = after.normed(), next_normed = before.normed()](Piece piece, Piece next) mutable {
+      const void* ahead = next.phase < kFirst ? after.weights(next) : before.weights(of_before(next));
+      if (piece.phase < kFirst) return after.run(piece, normed, ahead);
+      before.run(of_before(piece), next_normed, ahead);
     };
   });
 }

@@ -148,6 +148,51 @@ def after_attention(
     All else as for `before_attention`.
     """
 
+def between_attention(
+    attended: int,
+    o_weight: int,
+    o_bias: int,
+    hidden: int,
+    norm_weight: int,
+    eps: float,
+    gate_weight: int,
+    up_weight: int,
+    down_weight: int,
+    gate_bias: int,
+    up_bias: int,
+    down_bias: int,
+    output: int,
+    weight_format: int,
+    next_norm_weight: int,
+    next_eps: float,
+    q_weight: int,
+    k_weight: int,
+    v_weight: int,
+    q_bias: int,
+    k_bias: int,
+    v_bias: int,
+    q_norm: int,
+    k_norm: int,
+    qk_norm_eps: float,
+    cos: int,
+    sin: int,
+    query: int,
+    key: int,
+    value: int,
+    next_weight_format: int,
+    rows: int,
+    hidden_size: int,
+    intermediate_size: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    num_threads: int,
+) -> None:
+    """`after_attention` of one layer, then `before_attention` of the next on its `output`; both have the same sizes.
+
+    The same results as by the two calls. `query` may be what `attended` was.
+    """
+
 def rms_norm(x: int, weight: int, eps: float, y: int, rows: int, size: int, num_threads: int) -> None:
     """`y [rows, size] = weight * x / sqrt(mean(x ** 2) + eps)`; `y` may be `x`. ValueError for sizes that are not positive."""
 

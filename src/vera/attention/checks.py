@@ -103,15 +103,25 @@ def check_call(
 
     `tokens` is `batch.tokens`, which the caller has at hand.
     """
-    _, layers, kv_heads = batch.page_table.shape
-    if not 0 <= layer < layers:
-        raise IndexError(f"layer={layer} is outside the {layers} layers of page_table")
+    check_rows(batch, query, key, value, tokens=tokens)
+    check_layer(layer, options, layers=batch.page_table.shape[1], query_heads=query.shape[1])
+
+
+def check_rows(batch: PagedBatch, query: Tensor, key: Tensor, value: Tensor, *, tokens: int) -> None:
+    """What `check_call` asks of tensors: the same for all layers whose tensors are alike."""
+    kv_heads = batch.page_table.shape[2]
     _check_rows("query", query, tokens, None, batch.head_dim)
     _check_rows("key", key, tokens, kv_heads, batch.head_dim)
     _check_rows("value", value, tokens, kv_heads, batch.head_dim)
     query_heads = query.shape[1]
     if query_heads == 0 or query_heads % kv_heads:
         raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads")
+
+
+def check_layer(layer: int, options: LayerAttention, *, layers: int, query_heads: int) -> None:
+    """What `check_call` asks besides."""
+    if not 0 <= layer < layers:
+        raise IndexError(f"layer={layer} is outside the {layers} layers of page_table")
     if options.window is not None and options.window < 1:
         raise ValueError(f"window={options.window} must be at least 1, or None")
     if options.softcap is not None and not options.softcap > 0:

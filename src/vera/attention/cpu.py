@@ -6,13 +6,15 @@ sketches have 8 bits), which adds a few percent to the error that the sketch its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from vera import _native
-from vera.attention.checks import check_batch, check_call
+from vera.attention.checks import check_batch, check_layer, check_rows
 from vera.attention.protocol import LayerAttention, PagedBatch, Tiers
 from vera.attention.sketch import SketchFormat
 
@@ -20,12 +22,21 @@ _LARGEST_WINDOW = 2**30  # longer than any context, and safe to add to a positio
 _PAGE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
-@dataclass(frozen=True, slots=True)
+_OUTPUT_BYTES_AT_ONCE = 2**20
+"""Outputs of several layers are one piece of memory up to this size."""
+
+
+@dataclass(slots=True)
 class _PreparedBatch:
     batch: PagedBatch
     """Keeps the tensors alive that `native` has the addresses of."""
     native: _native.Batch
     tokens: int
+    layers: int
+    given: tuple[object, ...] = ()
+    """What queries, keys and values were like when they were last found right: as a rule the same in all layers."""
+    outputs: Iterator[Tensor] = field(default_factory=lambda: iter(()))
+    """For queries like those given."""
 
 
 class CpuAttention:
@@ -82,15 +93,24 @@ class CpuAttention:
         and the tables of the tiers may change between calls.
         """
         prepared = self._prepare(batch)
-        check_call(batch, layer, query, key, value, options, tokens=prepared.tokens)
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
+        given = (
+            *(query.shape, query_strides, query.dtype, query.is_cpu),
+            *(key.shape, key_strides, key.dtype, key.is_cpu),
+            *(value.shape, value_strides, value.dtype, value.is_cpu),
+        )
+        if given != prepared.given:
+            check_rows(batch, query, key, value, tokens=prepared.tokens)
+            prepared.given, prepared.outputs = given, _outputs(query, prepared.layers)
+        check_layer(layer, options, layers=prepared.layers, query_heads=query.shape[1])
+        output = next(prepared.outputs)
         hits = self._kernels.attend(
             prepared.native,
             layer,
             query.shape[1],
-            _rows(query),
-            _rows(key),
-            _rows(value),
+            (query.data_ptr(), query_strides[0], query_strides[1]),
+            (key.data_ptr(), key_strides[0], key_strides[1]),
+            (value.data_ptr(), value_strides[0], value_strides[1]),
             output.data_ptr(),
             options.scale,
             min(options.window or 0, _LARGEST_WINDOW),
@@ -107,8 +127,18 @@ class CpuAttention:
         """The kernel's own form of the batch, made once a step."""
         prepared = self._prepared  # a local, because another thread may put its own batch here meanwhile
         if prepared is None or prepared.batch is not batch:
-            prepared = self._prepared = _PreparedBatch(batch, _native_batch(batch), batch.tokens)
+            prepared = self._prepared = _PreparedBatch(
+                batch, _native_batch(batch), batch.tokens, layers=batch.page_table.shape[1]
+            )
         return prepared
+
+
+def _outputs(query: Tensor, layers: int) -> Iterator[Tensor]:
+    """Contiguous tensors like `query`, without end; small ones are made together."""
+    at_once = max(1, min(layers, _OUTPUT_BYTES_AT_ONCE // max(1, 4 * math.prod(query.shape))))
+    shape = (at_once, *query.shape)
+    while True:
+        yield from query.new_empty(shape).unbind()
 
 
 def _native_batch(batch: PagedBatch) -> _native.Batch:
@@ -157,10 +187,6 @@ def _native_tiers(tiers: Tiers) -> _native.Tiers:
         errors=report.errors.data_ptr(),
         pages_read=report.pages_read.data_ptr(),
     )
-
-
-def _rows(tensor: Tensor) -> tuple[int, int, int]:
-    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
 
 
 def available_isas() -> list[str]:

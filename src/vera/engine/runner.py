@@ -68,12 +68,15 @@ class Runner:
         spans = [chunk.span for chunk in chunks]
         self._auditor.begin_step(batch)
 
+        hits: list[Tensor] = [] if batch.tiers is None else batch.tiers.report.hits
+
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
             self._auditor.before(batch, layer)
+            layers_with_hits = len(hits)
             start = time.perf_counter()
             output = self._backend.attend(batch, layer, query, key, value, options)
             self.attention_seconds += time.perf_counter() - start
-            if self._restorer.restore_hits(batch, layer):
+            if len(hits) > layers_with_hits and self._restorer.restore_hits(batch, layer):
                 restored = time.perf_counter()
                 output = self._backend.attend(batch, layer, query, key, value, options, again=True)
                 self.attention_seconds += time.perf_counter() - restored

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,38 +63,48 @@ def flowing_in(base_model: nn.Module, num_layers: int, layer: int, hidden: Tenso
             return (hidden, *arguments[1:]), options
         return arguments, options | {"hidden_states": hidden}
 
-    handle = _layer(base_model, num_layers, layer).register_forward_pre_hook(replace, with_kwargs=True)
+    handle = _layers(base_model, num_layers)[layer].register_forward_pre_hook(replace, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
 
 
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """A hook in front of a layer that only looks."""
+
+    layer: int
+    keep: KeepHidden
+
+    def __call__(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        hidden: Tensor = arguments[0] if arguments else options["hidden_states"]
+        self.keep(self.layer, hidden.squeeze(0))
+
+
 @contextmanager
 def watching(base_model: nn.Module, num_layers: int, layers: Sequence[int], keep: KeepHidden) -> Iterator[None]:
     """For the time of the context `keep` sees what flows into each of `layers`."""
-    handles = []
-
-    def watch(layer: int) -> Callable[..., None]:
-        def see(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-            hidden: Tensor = arguments[0] if arguments else options["hidden_states"]
-            keep(layer, hidden.squeeze(0))
-
-        return see
-
+    modules = _layers(base_model, num_layers)
+    handles = [modules[layer].register_forward_pre_hook(Watcher(layer, keep), with_kwargs=True) for layer in layers]
     try:
-        for layer in layers:
-            module = _layer(base_model, num_layers, layer)
-            handles.append(module.register_forward_pre_hook(watch(layer), with_kwargs=True))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _layer(base_model: nn.Module, num_layers: int, layer: int) -> nn.Module:
+def watchers_of(layer: nn.Module) -> list[Watcher] | None:
+    """Those who see what flows into the layer. None: it has other hooks, too, or a forward of its own."""
+    hooks = list(layer._forward_pre_hooks.values())
+    watchers = [hook for hook in hooks if isinstance(hook, Watcher)]
+    is_only_watched = len(watchers) == len(hooks) and not layer._forward_hooks and "forward" not in layer.__dict__
+    return watchers if is_only_watched else None
+
+
+def _layers(base_model: nn.Module, num_layers: int) -> nn.ModuleList:
     found = decoder_layers(base_model, num_layers)
     assert found is not None
     owner, name = found
-    module: nn.Module = getattr(owner, name)[layer]
-    return module
+    layers: nn.ModuleList = getattr(owner, name)
+    return layers
