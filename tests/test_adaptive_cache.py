@@ -227,6 +227,7 @@ class Life(RuleBasedStateMachine):
             write(self.cache, span.sequence, self.digests[span.sequence], span.start, span.stop)
         if batch.tiers is not None:
             self._report(batch, spans, random)
+        self.cache.observe()
         for span in spans:
             self.computed[span.sequence] = span.stop
             self._learn(span.sequence)
@@ -248,6 +249,7 @@ class Life(RuleBasedStateMachine):
             if len(chosen):
                 warm = self.cache.tables.warm_slot[state.block_ids[chosen[:, 0]], chosen[:, 1] // 2] >= 0
                 hits = np.column_stack([np.full(len(chosen), index), chosen[:, 1], chosen[:, 2], chosen[:, 0], ~warm])
+                report.frequencies[rows[index]].numpy()[chosen[:, 1], chosen[:, 2], chosen[:, 0]] += 1
                 for layer in np.unique(hits[:, 1]):
                     report.hits.append(torch.from_numpy(hits[hits[:, 1] == layer].astype(np.int32)))
 
@@ -483,8 +485,182 @@ def test_hot_pages_stay_within_their_share():
         warm = np.argwhere(~cache.tables.hot_pages(state.block_ids))
         chosen = warm[random.random(len(warm)) < 0.1]
         hits = np.column_stack([np.zeros(len(chosen)), chosen[:, 1], chosen[:, 2], chosen[:, 0], np.zeros(len(chosen))])
+        batch.tiers.report.frequencies[state.row].numpy()[chosen[:, 1], chosen[:, 2], chosen[:, 0]] += 1
         batch.tiers.report.hits.append(torch.from_numpy(hits.astype(np.int32)))
+        cache.observe()
         cache.commit("a", tokens, len(tokens))
         cache.settle()
         tiered = state.block_ids[cache.tables.is_tiered(state.block_ids)]
-        assert cache.tables.hot_pages(tiered).sum() <= max(0.1 * len(tiered) * 8, len(chosen))
+        assert cache.tables.hot_pages(tiered).sum() <= 0.1 * len(tiered) * 8
+    assert cache.tier_stats.hit_promotions > 0
+
+
+# Room at a full ceiling
+
+
+STILL = {"recalibrate_every": 1000, "cold_drop_step": 1000}
+"""Nothing but hits makes pages hot."""
+
+
+def hit_everything(cache: AdaptiveCache, names: list[str], texts: dict[str, list[int]], *, steps: int = 1) -> None:
+    """Decode steps of each sequence in which attention hits all pages that are not in fast memory."""
+    for _ in range(steps):
+        for name in names:
+            texts[name].append(1)
+            assert cache.reserve(name, len(texts[name]))
+        spans = [Span(name, len(texts[name]) - 1, len(texts[name])) for name in names]
+        batch = cache.batch(spans)
+        for index, span in enumerate(spans):
+            write(cache, span.sequence, chain(texts[span.sequence]), span.start, span.stop)
+            away = np.argwhere(~cache.tables.hot_pages(cache._sequences[span.sequence].block_ids))
+            hits = np.column_stack([np.full(len(away), index), away[:, 1], away[:, 2], away[:, 0], np.zeros(len(away))])
+            batch.tiers.report.hits.append(torch.from_numpy(hits.astype(np.int32)))
+            batch.tiers.report.errors[index, 2] += 1
+        cache.observe()
+        for span in spans:
+            cache.commit(span.sequence, texts[span.sequence], span.stop)
+        cache.settle()
+        cache.check_invariants()
+
+
+def hot_share(cache: AdaptiveCache, name: str) -> float:
+    """Of the pages of a sequence's tiered blocks."""
+    blocks = cache._sequences[name].block_ids
+    return float(cache.tables.hot_pages(blocks[cache.tables.is_tiered(blocks)]).mean())
+
+
+def filled_with_copies(cache: AdaptiveCache) -> dict[str, list[int]]:
+    tokens = list(range(15 * PAGE))
+    read_prompt(cache, "a", tokens)
+    names = ["a"]
+    while len(names) < 8 and cache.duplicate("a", f"copy-{len(names)}"):
+        names.append(f"copy-{len(names)}")
+    assert 1 < len(names) < 8, "the ceiling was to be the limit"
+    return {name: list(tokens) for name in names}
+
+
+def test_copies_are_refused_while_there_is_room_for_all_hot_pages():
+    cache = make_cache(frames=60, hot_max_share=0.25, **STILL)
+    texts = filled_with_copies(cache)
+    hit_everything(cache, sorted(texts), texts, steps=8)
+    for name in texts:
+        assert 0.2 < hot_share(cache, name) <= 0.25
+
+
+def test_hot_pages_are_not_shed_below_half_their_share_to_keep_one_more_running():
+    cache = make_cache(frames=60, hot_max_share=0.25, **STILL)
+    texts = filled_with_copies(cache)
+    hit_everything(cache, sorted(texts), texts, steps=8)
+    assert cache.admit("native", [7000 + i for i in range(16)], fidelity="native") is not None
+    length = 16
+    while cache.reserve("native", length + 16):
+        length += 16
+    assert length < MAX_TOKENS, "the ceiling was to be the limit"
+    shares = [hot_share(cache, name) for name in texts]
+    assert 0.1 < sum(shares) / len(shares) < 0.2
+
+
+def test_sequence_that_runs_alone_gives_all_its_hot_pages_to_go_on():
+    cache = make_cache(frames=24, hot_max_share=0.6, **STILL)
+    tokens = list(range(12 * PAGE))
+    read_prompt(cache, "a", tokens)
+    texts = {"a": tokens}
+    hit_everything(cache, ["a"], texts, steps=12)
+    before = hot_share(cache, "a")
+    blocks = -(-len(tokens) // PAGE)
+    while cache.reserve("a", (blocks + 1) * PAGE):
+        blocks += 1
+    assert before > 0.4
+    assert hot_share(cache, "a") == 0.0
+
+
+def test_idle_blocks_give_way_to_hot_pages():
+    cache = make_cache(frames=40, hot_max_share=0.5, **STILL)
+    for number in range(12):
+        read_prompt(cache, "idle", [1000 * number + i for i in range(4 * PAGE)])
+        cache.release("idle")
+    assert cache.pool.frames.num_free_frames == 0
+    texts = {"a": [9000 + i for i in range(12 * PAGE)]}
+    read_prompt(cache, "a", texts["a"])
+    hit_everything(cache, ["a"], texts, steps=12)
+    assert hot_share(cache, "a") > 0.45
+
+
+# Idle blocks
+
+
+@pytest.mark.parametrize("fidelity", ["native", "exact", "bounded"])
+@pytest.mark.parametrize("before", ["exact", "tiered"])
+@pytest.mark.parametrize("shape", [SHAPE, WINDOWED])
+def test_parked_blocks_take_no_fast_memory_and_come_back_as_they_were(fidelity, before, shape):
+    cache = make_cache(frames=20, shape=shape)
+    tokens = list(range(9 * PAGE + 1))
+    read_prompt(cache, "a", tokens, fidelity="native" if before == "exact" else "exact")
+    blocks = list(cache._sequences["a"].blocks[:9])
+    cache.release("a")
+    read_prompt(cache, "b", [5000 + i for i in range(18 * PAGE)], fidelity="native")
+    assert cache.tables.device_bytes(blocks[4:]).sum() == 0
+    cache.release("b")
+    assert cache.admit("c", tokens, fidelity=fidelity) == 9 * PAGE
+    assert (
+        sum(cache.use("c").cached_tokens.values()) == cache.use("c").cached_tokens["warm"] + cache.use("c").cached_tokens["hot"]
+    )
+    assert cache.use("c").cached_tokens["warm"] >= 5 * PAGE
+    assert cache._sequences["c"].blocks[:9].tolist() == blocks
+    for index, block in enumerate(blocks):
+        check_block(cache, block, tuple(chain(tokens)[index * PAGE : (index + 1) * PAGE]))
+    cache.check_invariants()
+
+
+def test_parked_blocks_give_way_to_what_runs():
+    cache = make_cache(frames=20, warm_blocks=8.5)
+    read_prompt(cache, "a", list(range(9 * PAGE)), fidelity="native")
+    cache.release("a")
+    read_prompt(cache, "b", [5000 + i for i in range(18 * PAGE)], fidelity="native")
+    cache.release("b")
+    assert sum(cache.blocks.is_parked(block) for block in cache.blocks.idle) >= 7
+    read_prompt(cache, "c", [7000 + i for i in range(9 * PAGE)], fidelity="exact")
+    assert cache.is_tiered("c").sum() >= 6
+    assert not cache.tables.lacks_exact_pages(cache._sequences["c"].block_ids).any()
+
+
+def serve_short(cache: AdaptiveCache, tokens: list[int]) -> int:
+    found = read_prompt(cache, "short", tokens)
+    cache.release("short")
+    return found
+
+
+def test_short_texts_that_nobody_asks_for_again_are_soon_not_kept():
+    cache = make_cache(frames=20)
+    texts = [[1000 * number + i for i in range(3 * PAGE + 1)] for number in range(45)]
+    for text in texts:
+        serve_short(cache, text)
+    kept = [text for text in texts[29:39] if cache.num_tokens_reusable(text)]
+    assert len(kept) <= 1, "one of sixteen is kept, to see whether somebody asks for it"
+
+
+def test_conversations_are_kept_though_their_first_turns_are_short():
+    cache = make_cache(frames=20)
+    texts = {number: [1000 * number + i for i in range(2 * PAGE + 1)] for number in range(12)}
+    for turn in range(2):
+        for number, text in texts.items():
+            found = serve_short(cache, text)
+            assert found == 2 * PAGE * turn, f"turn {turn} of conversation {number}"
+            text.append(turn)
+
+
+def test_keeping_is_taken_up_again_when_blocks_are_asked_for():
+    cache = make_cache(frames=20)
+    for number in range(30):
+        serve_short(cache, [1000 * number + i for i in range(4 * PAGE)])
+    assert cache.blocks.reuse.share < 0.1
+    for number in range(40):
+        texts = [[100_000 * (1 + number) + 1000 * k + i for i in range(2 * PAGE + 1)] for k in range(2)]
+        for text in [*texts, *texts]:
+            serve_short(cache, text)
+    assert cache.blocks.reuse.share > 0.1
+    text = list(range(2 * PAGE + 1))
+    serve_short(cache, text)
+    for number in range(6):
+        serve_short(cache, [900_000 + 1000 * number + i for i in range(4 * PAGE)])
+    assert serve_short(cache, text) == 2 * PAGE

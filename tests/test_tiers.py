@@ -345,3 +345,49 @@ def test_units_and_checkpoints_together_stay_within_the_limit(kind, warm_blocks,
     tables.free(list(range(12)))
     assert tables.warm_bytes == 0
     tables.close()
+
+
+def test_checkpoint_rows_of_many_blocks_are_those_of_each(tables):
+    rows = torch.randn(2 * PAGE, 24, generator=torch.Generator().manual_seed(0))
+    for offset in range(PAGE):
+        # Block 1 missed its first token, block 2 begins in the middle of the step's rows.
+        blocks = np.array([0, 2] if offset == 0 else [0, 1, 2])
+        at = np.array([0, PAGE + offset] if offset == 0 else [offset, 1, PAGE + offset])
+        tables.keep_checkpoint_rows(blocks, 0, np.full(len(blocks), offset), rows, at)
+    assert torch.equal(tables.checkpoint(0, 0), rows[:PAGE])
+    assert tables.checkpoint(1, 0) is None
+    assert torch.equal(tables.checkpoint(2, 0), rows[PAGE:])
+
+
+def test_memory_touched_ahead_holds_nothing_yet(tmp_path):
+    tables = make_tables(tmp_path, frames=12)
+    content = fill(tables, 0)
+    used = tables.pool.frames.num_used_frames
+    beyond = tables.pool.arena.view(-1, tables.pool.frame_bytes)[tables.pool.frames.num_touched :]
+    beyond.fill_(1)
+    for _ in range(20):
+        tables.reserve(1, limit=2)
+    touched = (beyond[:, 0] == 0).sum()
+    assert 0 < touched <= 2, "no more than for the limit, and of free frames"
+    assert tables.pool.frames.num_used_frames == used
+    assert_holds(tables, 0, content)
+    tables.pool.frames.check_invariants()
+
+
+def test_many_blocks_are_freed_at_once_whatever_they_are(tables):
+    frames = tables.pool.frames
+    used = {role: frames.num_used(role) for role in Role}
+    for block in range(6):
+        fill(tables, block, seed=block)
+    for block in (1, 2, 4):
+        tables.demote(block, ALL_HOT if block == 2 else ~ALL_HOT)
+    tables.keep_checkpoint(4, 0, 0, torch.ones(PAGE, 24))
+    kept = exact(tables, 5, 0, 0)
+    tables.free([0, 1, 2, 3, 4])
+    assert torch.equal(exact(tables, 5, 0, 0), kept)
+    tables.free([5])
+    frames.check_invariants()
+    assert {role: frames.num_used(role) for role in Role} == used
+    assert tables.warm.num_used == tables.checkpoints.num_used == 0
+    assert (tables.pool.page_table < 0).all() and not tables.num_hot.any() and not tables.warm_address.any()
+    assert (tables.pool.sketch_keys < 0).all() and not tables.checkpoint_rows.any()

@@ -458,6 +458,40 @@ def test_disk_space_is_reserved_in_steps_before_use(tmp_path):
     store.close()
 
 
+def test_space_reserved_ahead_is_handed_out_without_asking_the_disk(tmp_path):
+    disk = Disk(room=2**40)
+    store = FileStore(2**20, 100 * 2**20, tmp_path, reserve=disk)
+    store.allocate(2)
+    store.reserve(6, 8)
+    calls = list(disk.calls)
+    assert store.reserved_bytes == 8 * 2**20
+    store.allocate(6)
+    assert disk.calls == calls and store.reserved_bytes == 8 * 2**20
+    store.close()
+
+
+def test_no_more_space_waits_than_the_limit_freed_slots_included(tmp_path):
+    store = FileStore(2**20, 20 * 2**20, tmp_path)
+    slots = store.allocate(4)
+    store.free(slots[:3])
+    store.reserve(10, 5)
+    assert store.reserved_bytes == 6 * 2**20
+    store.reserve(10, 5)
+    assert store.reserved_bytes == 6 * 2**20
+    store.reserve(100, 100)
+    assert store.reserved_bytes == 20 * 2**20
+    store.close()
+
+
+def test_full_disk_shows_when_slots_are_needed_and_not_when_they_are_reserved(tmp_path, caplog):
+    store = FileStore(SLOT, 100 * STRIDE, tmp_path, reserve=Disk(room=0))
+    store.reserve(4, 4)
+    assert not caplog.records and store.reserved_bytes == 0
+    assert store.allocate(1) is None
+    assert caplog.records
+    store.close()
+
+
 def test_full_disk_is_no_room_and_one_warning(tmp_path, caplog):
     store = FileStore(SLOT, 100 * STRIDE, tmp_path, reserve=Disk(room=10 * STRIDE))
     slots = store.allocate(8)

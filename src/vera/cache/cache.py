@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, fields
@@ -88,14 +87,14 @@ class AdaptiveCache:
         overhead = block_overhead_bytes(shape, config) + heat_bytes if self.adaptive else 0
         statistics = 2 * 4 * max_sequences * shape.layers * shape.kv_heads * max_blocks if self.adaptive else 0
         self.pool = PagePool(shape, config, block_overhead_bytes=overhead, fixed_overhead_bytes=statistics)
-        self.blocks = Blocks(self.pool.num_blocks)
+        self.blocks = Blocks(self.pool.num_blocks, reuse_window=self.pool.frames.num_frames * self.pool.frame_blocks)
         self._inexact = np.zeros(self.pool.num_blocks, dtype=np.bool_)
         """Sealed blocks whose keys and values were computed within bounds, or over such ones."""
         self._made_with = config
         self._sequences: dict[str, Sequence] = {}
         self._salt = self._salt_of(identity)
         self._number = 0
-        self._step: tuple[list[Span], TierReport | None] = ([], None)
+        self._step: tuple[list[Span], PagedBatch | None] = ([], None)
         self.costs = Costs()
         self.warm_capacity_bytes = self._allowed_warm_bytes()
         """Most bytes of the warm store, checkpoints included."""
@@ -185,7 +184,7 @@ class AdaptiveCache:
     @property
     def idle_bytes(self) -> int:
         """Bytes of blocks that are kept for reuse and can be evicted at any time."""
-        return int(self.tables.device_bytes(self.blocks.idle).sum()) if self.blocks.num_idle else 0
+        return int(self.tables.device_bytes(self.blocks.idle_in_place).sum())
 
     @property
     def warm_bytes(self) -> int:
@@ -278,8 +277,10 @@ class AdaptiveCache:
             return None
         state.blocks.extend(found)
         self._sequences[sequence] = state  # what it reads is known from here on, and is not released to make room
+        cached_tokens = self._tokens_by_tier(found)
         fresh = self._allocate(0 if state.tiered else self._blocks_for(len(token_ids)) - len(found))
-        if fresh is None:
+        if fresh is None or not self._fetch_parked(found, exact=not state.tiered):
+            self._give_back(fresh or [])
             del self._sequences[sequence]
             self._give_back(found)
             return None
@@ -291,7 +292,7 @@ class AdaptiveCache:
         if use is not None:
             state.use = use
         if not state.use.admitted:
-            self._count_cached(state, found)
+            state.use.admitted, state.use.cached_tokens = True, cached_tokens
         if state.tiered and self._keeper is not None:
             self._keeper.begin(state)
         return len(found) * self.config.page_size
@@ -330,6 +331,7 @@ class AdaptiveCache:
             return False
         state.blocks.extend(fresh)
         self._become_tiered(state, num_tokens)
+        self._make_room_for_tiers(state)
         return True
 
     def commit(self, sequence: str, token_ids: Listing[int], num_computed: int) -> None:
@@ -345,14 +347,11 @@ class AdaptiveCache:
 
     def observe(self) -> None:
         """Takes in what the step's attention has shown about pages. Call once the model has run, before anything is committed."""
-        spans, report = self._step
-        if self._keeper is not None and report is not None:
-            before, start = self._keeper.stats.hit_promotions, time.perf_counter()
-            self._keeper.observe(spans, report)
-            pages = self._keeper.stats.hit_promotions - before
-            if pages:
-                unit_pages = self.tables.window_layers * self.shape.kv_heads
-                self.costs.measured_read((time.perf_counter() - start) / pages * unit_pages)
+        spans, batch = self._step
+        if self._keeper is not None and batch is not None and batch.tiers is not None:
+            read = self._keeper.observe(spans, batch.tiers.report, batch.block_tables.numpy())
+            if read.pages:
+                self.costs.measured_read(read.seconds / read.pages * self.tables.window_layers * self.shape.kv_heads)
 
     def settle(self) -> None:
         """Ends a step: pages move. Call once all its sequences are committed."""
@@ -374,6 +373,10 @@ class AdaptiveCache:
     def duplicate(self, sequence: str, copy: str, *, use: CacheUse | None = None) -> bool:
         """`copy` becomes a sequence with the same content in blocks of its own. False: no room, nothing changed."""
         source = self._sequences[sequence]
+        if source.tiered:  # by the rule of admission
+            needed = self._wanted_bytes(source) + len(self._sequences) * self.pool.block_bytes
+            if needed > self._available_bytes():
+                return False
         fresh = self.blocks.allocate(len(source.blocks)) if self._make_room_for_copy(source) else None
         if fresh is None:
             return False
@@ -454,23 +457,31 @@ class AdaptiveCache:
         """The tables of one step, for the attention backend."""
         states = [self._sequences[span.sequence] for span in spans]
         tiers = self._tiers(spans, states) if self.adaptive else None
-        self._step = (list(spans), None if tiers is None else tiers.report)
         starts = np.zeros(len(spans) + 1, dtype=np.int32)
         np.cumsum([span.stop - span.start for span in spans], out=starts[1:])
-        return self._paged_batch(states, starts, [span.stop for span in spans], tiers)
+        batch = self._paged_batch(states, starts, [span.stop for span in spans], tiers)
+        self._step = (list(spans), batch)
+        return batch
 
     def keep_checkpoints(self, spans: Listing[Span], layer: int, hidden: Tensor) -> None:
         """Keeps what flowed into one of `checkpoint_layers` for the tokens of a step, `[tokens, hidden]`."""
         boundary, size = layer // self.tables.window_layers - 1, self.config.page_size
         row = 0
+        single: list[tuple[int, int, int]] = []
         for span in spans:
             state = self._sequences[span.sequence]
-            if state.tiered:
+            if state.tiered and span.stop - span.start == 1:
+                index, offset = divmod(span.start, size)
+                single.append((state.blocks[index], offset, row))
+            elif state.tiered:
                 for index in range(span.start // size, (span.stop - 1) // size + 1):
                     begin, end = max(span.start, index * size), min(span.stop, (index + 1) * size)
                     part = hidden[row + begin - span.start : row + end - span.start]
                     self.tables.keep_checkpoint(state.blocks[index], boundary, begin - index * size, part)
             row += span.stop - span.start
+        if single:
+            blocks, offsets, rows = np.array(single, dtype=np.int64).T
+            self.tables.keep_checkpoint_rows(blocks, boundary, offsets, hidden, rows)
 
     # -- local recompute -----------------------------------------------------------------------------------------------
 
@@ -586,7 +597,10 @@ class AdaptiveCache:
             if not state.bounded:
                 assert not self.tables.lacks_exact_pages(state.block_ids).any(), "exact service, but cold pages"
         assert (owners == self.blocks.owners).all(), "owners and sequences disagree"
-        empty = ~(self.tables.is_exact(range(self.blocks.num_blocks)) | self.tables.is_tiered(range(self.blocks.num_blocks)))
+        ids = np.arange(self.blocks.num_blocks)
+        parked = self.tables.is_parked(ids)
+        assert parked.tolist() == [self.blocks.is_parked(block) for block in ids.tolist()], "blocks and tables disagree"
+        empty = ~(self.tables.is_exact(ids) | self.tables.is_tiered(ids) | parked)
         idle = self.blocks.idle
         assert not empty[idle].any(), "an idle block is empty"
         held = (self.blocks.owners > 0) | np.isin(np.arange(self.blocks.num_blocks), idle)
@@ -659,15 +673,11 @@ class AdaptiveCache:
         bad = np.flatnonzero(self.tables.lacks_exact_pages(blocks) | self._inexact[np.asarray(blocks, dtype=np.int64)])
         return int(bad[0]) if len(bad) else _ALL
 
-    def _count_cached(self, state: Sequence, found: Listing[int]) -> None:
-        state.use.admitted = True
-        if not found:
-            return
+    def _tokens_by_tier(self, found: Listing[int]) -> dict[str, int]:
+        """Tokens of these blocks: exact, tiered or parked with all pages, with cold pages."""
         exact, cold = self.tables.is_exact(found), self.tables.lacks_exact_pages(found)
-        tokens = state.use.cached_tokens
-        tokens["hot"] += int(exact.sum()) * self.config.page_size
-        tokens["cold"] += int(cold.sum()) * self.config.page_size
-        tokens["warm"] += int((~exact & ~cold).sum()) * self.config.page_size
+        blocks = {"hot": exact, "warm": ~exact & ~cold, "cold": cold}
+        return {tier: int(those.sum()) * self.config.page_size for tier, those in blocks.items()}
 
     def _reusable(self, hashes: Listing[bytes], num_tokens: int) -> Listing[bytes]:
         return hashes[: (num_tokens - 1) // self.config.page_size]
@@ -675,18 +685,22 @@ class AdaptiveCache:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.page_size)
 
-    def _pinned_blocks(self) -> int:
+    def _pinned_blocks(self, *, reading: bool) -> int:
         """Blocks of a tiered sequence that are exact at any time: the first, the recent, the open one, and those being read."""
-        return 1 + RECENT_BLOCKS + 1 + -(-self._max_chunk // self.config.page_size)
+        return 1 + RECENT_BLOCKS + 1 + (-(-self._max_chunk // self.config.page_size) if reading else 0)
 
-    def _footprint(self, num_blocks: int, state: Sequence) -> int:
-        """Bytes of the pool that a sequence needs at the most while it grows to `num_blocks`."""
-        pinned = self._pinned_blocks()
+    def _footprint(self, num_blocks: int, state: Sequence, *, reading: bool = True) -> int:
+        """Bytes of the pool that a sequence of `num_blocks` wants, with as many hot pages as it may have.
+
+        `reading`: what it needs at the most while its prompt grows to that length, instead of what it keeps while it decodes.
+        """
+        pinned = self._pinned_blocks(reading=reading)
         if not state.tiered or num_blocks <= pinned:
             return num_blocks * self.pool.block_bytes
         tiered = num_blocks - pinned
-        if self.tables.warm is None or self.tables.warm.num_slots < num_blocks * self.tables.num_windows:
-            return num_blocks * self.pool.block_bytes  # a prompt is read exactly, and not all of it can wait warm
+        stays_exact = reading or not state.bounded  # what is read exactly, and cannot wait warm
+        if stays_exact and (self.tables.warm is None or self.tables.warm.num_slots < num_blocks * self.tables.num_windows):
+            return num_blocks * self.pool.block_bytes
         windowed = tiered * len(self.shape.windowed_layers) * self.shape.kv_heads  # pages that keep their slots
         return (
             pinned * self.pool.block_bytes
@@ -696,17 +710,29 @@ class AdaptiveCache:
         )
 
     def _available_bytes(self, *, without: Listing[str] = ()) -> int:
-        """Bytes that could be handed out: free frames, room in others, idle blocks; less what admitted prompts still need."""
-        frames = self.pool.frames
-        available = frames.num_free_frames * self.pool.frame_bytes
-        for role, size in self._unit_bytes().items():
-            available += (frames.num_available(role) - frames.num_free_frames * frames.units_per_frame[role]) * size
-        available += self.idle_bytes
+        """Bytes that could be handed out: free frames, room in others, idle blocks; less what is promised to those that run.
+
+        Promised is what a prompt has yet to take, and a decoding sequence's share of hot pages at the length that it has now. Its
+        growth is not.
+        """
+        available = self._free_bytes() + self.idle_bytes
         for name, state in self._sequences.items():
             if state.tiered and name not in without:
-                expected = self._footprint(self._blocks_for(state.prompt_tokens), state)
-                available -= max(0, expected - int(self.tables.device_bytes(state.block_ids).sum()))
+                available -= max(0, self._wanted_bytes(state) - int(self.tables.device_bytes(state.block_ids).sum()))
         return available
+
+    def _free_bytes(self) -> int:
+        """Bytes of free frames, and room in others."""
+        frames = self.pool.frames
+        free = frames.num_free_frames * self.pool.frame_bytes
+        for role, size in self._unit_bytes().items():
+            free += (frames.num_available(role) - frames.num_free_frames * frames.units_per_frame[role]) * size
+        return free
+
+    def _wanted_bytes(self, state: Sequence) -> int:
+        if state.prompt_done:
+            return self._footprint(len(state.blocks), state, reading=False)
+        return self._footprint(self._blocks_for(state.prompt_tokens), state)
 
     def _unit_bytes(self) -> dict[Role, int]:
         sizes = {Role.EXACT: self.pool.block_bytes}
@@ -733,14 +759,32 @@ class AdaptiveCache:
     def _make_room(self, units: dict[Role, int], block_ids: int) -> bool:
         """Makes the pool able to hand out these units, and `block_ids` free ids.
 
-        In this order: idle blocks wait warm instead of hot; units are moved together, so that frames become free; idle blocks
-        are evicted, the least recently used first; blocks of running sequences that are due are demoted; hot pages are cooled.
+        In this order: idle blocks are parked, the least recently used first; units are moved together, so that frames become
+        free; idle blocks are evicted; blocks of running sequences that are due are demoted; hot pages are cooled.
         """
         steps: list[Callable[[], bool]] = [self._evict]
         if self._keeper is not None:
-            steps = [self._cool_idle, self._compact, self._evict, self._keeper.demote_all_due, self._keeper.shed]
+            steps = [self._give_way, self._compact, self._evict, self._keeper.demote_all_due, self._shed]
         while not self._has_room(units, block_ids):
+            if self.blocks.num_free < block_ids and self._evict(parked=True):
+                continue
             if not any(step() for step in steps):
+                return False
+        return True
+
+    def _fetch_parked(self, found: Listing[int], *, exact: bool) -> bool:
+        """Brings those of a sequence's blocks back that are parked. False: no room."""
+        parked = [block for block in found if self.blocks.is_parked(block)]
+        if not parked:
+            return True
+        assert self._keeper is not None
+        windowed = len(self.shape.windowed_layers) * self.shape.kv_heads
+        tiered = {Role.SKETCH: 1, Role.PAGE: windowed}
+        for block in parked:
+            if not exact and self._make_room(tiered, 0) and self._keeper.fetch(block, exact=False):
+                continue
+            # Asked to be exact, or there are values that cannot be sketched.
+            if not (self._make_room({Role.EXACT: 1}, 0) and self._keeper.fetch(block, exact=True)):
                 return False
         return True
 
@@ -755,11 +799,51 @@ class AdaptiveCache:
             frames_needed += -(-max(0, count - holes) // per_frame)
         return frames_needed <= frames.num_free_frames
 
-    def _cool_idle(self) -> bool:
+    def _make_room_for_tiers(self, state: Sequence) -> None:
+        """Idle blocks give way to the sketches that a sequence's next demotions take, and to the hot pages that it has not yet.
+
+        Where pages are moved after a step, nothing gives way any more; without this, idle blocks would keep what runs exact.
+        """
+        if not state.tiered or self.blocks.next_idle is None:
+            return
+        due = max(0, int((~self.tables.is_tiered(state.block_ids)).sum()) - self._pinned_blocks(reading=False))
+        pages = max(0, self._max_hot_pages([state]) - self._num_hot_pages([state]))
+        partly_used = len(Role) * self.pool.frame_bytes  # what moving units together may leave
+        enough = due * self.pool.sketch_bytes + pages * self.pool.page_bytes + partly_used
+        while not self._has_room({Role.SKETCH: due, Role.PAGE: pages}, 0):
+            if self._free_bytes() >= enough and self._compact():
+                continue
+            if not (self._give_way() or self._evict()):
+                return
+
+    def _max_hot_pages(self, states: Iterable[Sequence]) -> int:
+        pages = self.tables.tierable_pages
+        tiered = ((state.settings.hot_max_share, int(self.tables.is_tiered(state.block_ids).sum())) for state in states)
+        return sum(int(share * blocks * pages) for share, blocks in tiered)
+
+    def _num_hot_pages(self, states: Iterable[Sequence]) -> int:
+        return sum(self.tables.count_hot(state.block_ids[self.tables.is_tiered(state.block_ids)]) for state in states)
+
+    def _give_way(self) -> bool:
+        """The least recently used idle block gives its memory: it is parked, or evicted if it is not worth keeping."""
         assert self._keeper is not None
-        idle = np.asarray(self.blocks.idle, dtype=np.int64)
-        in_slots = (self.tables.hot_pages(idle) & self.tables.tierable).any(axis=(1, 2))  # many wait warm, and give nothing more
-        return any(self._keeper.demote_idle(block) for block in idle[in_slots].tolist())
+        block = self.blocks.next_idle
+        if block is None:
+            return False
+        if not self.blocks.is_kept(block):
+            return self._evict()
+        return self._keeper.park(block) or self._keeper.demote_idle(block)
+
+    def _shed(self) -> bool:
+        """Cools the weakest hot pages: of a sequence that runs alone all, where several run until half of their share is left.
+
+        With fewer, each step hits pages by the hundred, which costs all of them more than it takes the last in rank to wait.
+        """
+        assert self._keeper is not None
+        running = self._sequences.values()
+        if len(running) > 1 and self._num_hot_pages(running) <= self._max_hot_pages(running) / 2:
+            return False
+        return self._keeper.shed()
 
     def _compact(self) -> bool:
         before = self.pool.frames.num_free_frames
@@ -767,8 +851,8 @@ class AdaptiveCache:
             self.tables.compact(role)
         return self.pool.frames.num_free_frames > before
 
-    def _evict(self) -> bool:
-        block = self.blocks.evict()
+    def _evict(self, *, parked: bool = False) -> bool:
+        block = self.blocks.evict(parked=parked)
         if block is None:
             return False
         self._empty([block])
@@ -783,7 +867,9 @@ class AdaptiveCache:
         return self._make_room(units, len(blocks))
 
     def _give_back(self, blocks: Listing[int]) -> None:
-        self._empty(self.blocks.release(blocks))
+        """Blocks of a tiered sequence are worth keeping: most of them are in the warm store already."""
+        keep = self.adaptive and bool(self.tables.is_tiered(blocks).any())
+        self._empty(self.blocks.release(blocks, keep=keep))
 
     def _empty(self, blocks: Listing[int]) -> None:
         """These blocks are free: their content must never be read again."""
@@ -885,9 +971,12 @@ class AdaptiveCache:
     def _cold_hits(self, batch: PagedBatch, layer: int) -> list[tuple[int, int, int]]:
         """(sequence, KV head, block) of the cold pages that the last call of the backend hit in `layer`."""
         hits = batch.tiers.report.hits if batch.tiers is not None else []
-        if not hits or int(hits[-1][0, 1]) != layer:
+        if not hits:
             return []
-        return [(sequence, head, block) for sequence, _, head, block, is_cold in hits[-1].tolist() if is_cold]
+        latest = hits[-1].numpy()
+        if latest[0, 1] != layer or not latest[:, 4].any():
+            return []
+        return [(sequence, head, block) for sequence, _, head, block, is_cold in latest.tolist() if is_cold]
 
     # -- details: restoring --------------------------------------------------------------------------------------------
 

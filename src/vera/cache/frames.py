@@ -36,6 +36,8 @@ class Frames:
         self._used = {role: np.zeros((num_frames, units), dtype=np.bool_) for role, units in units_per_frame.items()}
         self._counts = {role: np.zeros(num_frames, dtype=np.int64) for role in units_per_frame}
         self._free = np.ones(num_frames, dtype=np.bool_)
+        self.num_touched = 0
+        """Frames from this one up were never used."""
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -69,12 +71,17 @@ class Frames:
         frames = frames[: np.searchsorted(room_up_to, count) + 1]
         taken = self._units_where(role, frames, used=False)[:count]
         self._set_used(role, taken, used=True)
+        if count:
+            self.num_touched = max(self.num_touched, int(taken.max()) // units + 1)
         return taken
 
     def give(self, role: Role, units: NDArray[np.int64]) -> None:
         """Takes units back, each once. A frame with no unit left becomes free."""
-        assert np.unique(units).size == units.size, "a unit is given back twice"
-        assert (units >= 0).all() and self._used[role].reshape(-1)[units].all(), "a unit is given back unused"
+        if not units.size:
+            return
+        ordered = np.sort(units)
+        assert (ordered[1:] != ordered[:-1]).all(), "a unit is given back twice"
+        assert ordered[0] >= 0 and self._used[role].reshape(-1)[units].all(), "a unit is given back unused"
         self._set_used(role, units, used=False)
 
     # -- making frames free --------------------------------------------------------------------------------------------
@@ -124,6 +131,7 @@ class Frames:
 
     def _set_used(self, role: Role, units: NDArray[np.int64], *, used: bool) -> None:
         self._used[role].reshape(-1)[units] = used
-        changed, changes = np.unique(units // self.units_per_frame[role], return_counts=True)
-        self._counts[role][changed] += changes if used else -changes
+        changes = np.bincount(units // self.units_per_frame[role], minlength=self.num_frames)
+        changed = np.flatnonzero(changes)
+        self._counts[role][changed] += changes[changed] if used else -changes[changed]
         self._free[changed] = self._counts[role][changed] == 0

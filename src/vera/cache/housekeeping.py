@@ -5,6 +5,7 @@ Decisions are `features`' and `placement`'s, bytes are moved by `tiers`; here is
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Listing
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from vera.attention.protocol import TierReport
 from vera.cache.blocks import Blocks
-from vera.cache.features import Heat, HeatSummary, relative_masses, summarise
+from vera.cache.features import Heat, HeatSummary, summarise
 from vera.cache.placement import RecomputeController, coldest_units, due, promotions_and_demotions, unit_scores, weakest
 from vera.cache.sequence import Sequence, Span
 from vera.cache.tiers import TierTables
@@ -29,14 +30,23 @@ HYSTERESIS = 0.04
 FREQUENCY_WEIGHT = 0.7
 """Share of the access frequency in the heat score. What a page costs when it is not hot is hits, and hits foretell hits."""
 HALF_LIFE_TOKENS = 256
-DEMOTIONS_A_STEP = 2
-"""Blocks of decoding sequences that one step demotes: sequences that grow in step seal theirs at the same time."""
+ENOUGH_NEED = 2
+"""A page that was needed this often since heat was last read is worth a slot; the first time it is served from where it is."""
+PROMOTIONS_A_STEP = 8
+"""Pages of one sequence that become hot in one step because they were hit, where others give way to them."""
+FILLS_A_STEP = 32
+"""The same, where there is room for them."""
+RANKINGS_A_STEP = 4
+"""Sequences whose hot pages one step ranks."""
 RECALIBRATIONS_A_STEP = 2
+MOVES_A_RECALIBRATION = 256
+"""Pages of a decoding sequence that become hot when heat is read; hits see to the rest."""
+RESERVED_BLOCKS = 8
+"""Of each tiered sequence: blocks whose disk space and fresh memory are taken while prompts are read, when steps are long."""
 _SHED_SHARE = 0.1
 _RANKED_PARTS = 8
 
 Integers = NDArray[np.int64]
-_NO_PAGES: Integers = np.zeros((0, 3), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,14 @@ class TierStats:
             recompute_share=self.recompute_steps / steps if steps else None,
             uncovered_per_step=self.uncovered_hits / steps if steps else None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCost:
+    """What reading warm pages took."""
+
+    pages: int
+    seconds: float
 
 
 class Housekeeper:
@@ -187,6 +205,7 @@ class Housekeeper:
             self.masses[copy.row] = self.masses[source.row]
             self.frequencies[copy.row] = self.frequencies[source.row]
             copy.rows_seen, copy.watched = source.rows_seen, source.watched
+        self._reserve(RESERVED_BLOCKS)
         places = dict(zip(source.blocks, copy.blocks, strict=True))
         kept = source.weakest[[int(block) in places for block in source.weakest[:, 0]]]
         copy.weakest = np.column_stack([[places[int(block)] for block in kept[:, 0]], kept[:, 1:]]).astype(np.int64)
@@ -198,20 +217,23 @@ class Housekeeper:
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
-    def observe(self, spans: Listing[Span], report: TierReport) -> None:
-        """Takes in what a step has shown, before its results are final: hit pages become hot."""
+    def observe(self, spans: Listing[Span], report: TierReport, block_tables: NDArray[np.int32]) -> ReadCost:
+        """Takes in what a step has shown, before its results are final: pages that are hit again and again become hot.
+
+        `block_tables` are those of the step's batch. Returns what making them hot took.
+        """
         self._count(spans, report)
-        self._promote_hits(spans, report)
+        return self._promote_hits(spans, report, block_tables)
 
     def settle(self, spans: Listing[Span]) -> None:
         """Everything that is due after a step, within the limits of one step."""
         states = [self._sequences[span.sequence] for span in spans if span.sequence in self._sequences]
         decoding = [state for state in states if state.tiered and state.prompt_done]
         for state in states:
-            if state.tiered and not state.prompt_done:
-                self._demote_due(state, limit=None)
-        self._recalibrate_due(spans, decoding)
-        self._demote_decoding(decoding)
+            if state.tiered and not state.prompt_done and (demoted := self._demote_due(state, limit=None)):
+                self._reserve(demoted + 1)
+        if not self._recalibrate_due(spans, decoding):
+            self._demote_decoding(decoding)
         self._scan_if_due()
 
     def _count(self, spans: Listing[Span], report: TierReport) -> None:
@@ -231,49 +253,76 @@ class Housekeeper:
                 state.rows_seen += 1
                 stats.decode_steps += 1
 
-    def _promote_hits(self, spans: Listing[Span], report: TierReport) -> None:
-        """Pages that were hit and read where they are warm become hot; beyond a sequence's limit its weakest ones give way."""
+    def _promote_hits(self, spans: Listing[Span], report: TierReport, block_tables: NDArray[np.int32]) -> ReadCost:
+        """Warm pages become hot if they were needed before, or if there is room; a sequence's weakest ones give way to them.
+
+        Looks at the hits, and of the sequences that have any at 12 bytes a block, whatever the number of their pages.
+        """
         if not report.hits:
-            return
-        hits = torch.cat(report.hits).numpy().astype(np.int64)
+            return ReadCost(0, 0.0)
+        hits = torch.cat(report.hits).numpy()
         self.stats.hits += len(hits)
-        counts = np.bincount(hits[:, 0], minlength=len(spans))
-        hits = hits[hits[:, 4] == 0]
-        warm_counts = np.bincount(hits[:, 0], minlength=len(spans))
+        states = [self._sequences.get(span.sequence) for span in spans]
+        for state, count in zip(states, np.bincount(hits[:, 0], minlength=len(states)).tolist(), strict=True):
+            if state is not None:
+                state.use.hits += count
+        known = np.array([state is not None for state in states])
+        hits = hits[(hits[:, 4] == 0) & known[hits[:, 0]]]
+        needed = self._times_needed(states, hits)
+        order = np.lexsort((-needed, hits[:, 0]))
+        hits, needed = hits[order], needed[order]
+        place = np.arange(len(hits)) - np.searchsorted(hits[:, 0], hits[:, 0])  # among those of its sequence
+        room = self._room_for_hot(states, block_tables, np.flatnonzero(np.bincount(hits[:, 0])))
+        chosen = (place < PROMOTIONS_A_STEP) & (needed >= ENOUGH_NEED) | (place < np.minimum(room, FILLS_A_STEP)[hits[:, 0]])
+        wanted = np.bincount(hits[chosen, 0], minlength=len(states))
+        room += self._make_way(states, wanted - room)
+        chosen &= place < room[hits[:, 0]]
+        sequences, layers, heads, indices = hits[chosen, :4].T.astype(np.int64)
+        start = time.perf_counter()
+        promoted = self._tables.promote(*self._tables.distinct(block_tables[sequences, indices].astype(np.int64), layers, heads))
+        self.stats.hit_promotions += promoted
+        return ReadCost(promoted, time.perf_counter() - start)
+
+    def _times_needed(self, states: Listing[Sequence | None], hits: NDArray[np.int32]) -> NDArray[np.float32]:
+        """`[hits]`: how often each was needed since heat was last read, this time included; 0 where no statistics are kept."""
+        rows = np.array([-1 if state is None or state.row is None else state.row for state in states])[hits[:, 0]]
+        needed = self.frequencies.numpy()[rows, hits[:, 1], hits[:, 2], hits[:, 3]]
+        return np.where(rows >= 0, needed, np.float32(0))
+
+    def _room_for_hot(self, states: Listing[Sequence | None], block_tables: NDArray[np.int32], those: Integers) -> Integers:
+        """`[sequences]`: how many more pages of each may be hot, below 0 if there are too many; 0 but for `those`."""
+        room = np.zeros(len(states), dtype=np.int64)
+        if not len(those):
+            return room
+        asking = [state for state in (states[row] for row in those.tolist()) if state is not None]
+        lengths = np.array([len(state.blocks) for state in asking])
+        blocks = block_tables[those, : lengths.max()]
+        tiered = (self._tables.sketch_unit[blocks] >= 0) & (np.arange(blocks.shape[1]) < lengths[:, None])
+        most = [self._max_hot(state, count) for state, count in zip(asking, tiered.sum(axis=1).tolist(), strict=True)]
+        room[those] = most - (self._tables.num_hot[blocks] * tiered).sum(axis=1)
+        return room
+
+    def _make_way(self, states: Listing[Sequence | None], excess: Integers) -> Integers:
+        """Cools the weakest pages of sequences that have this many too many; returns how many of each, `[sequences]`."""
+        rankings = RANKINGS_A_STEP
         going: list[Integers] = []
-        block_ids = np.full(len(hits), -1, dtype=np.int64)
-        for row in np.flatnonzero(counts):
-            state = self._sequences.get(spans[int(row)].sequence)
-            if state is None:
-                continue
-            state.use.hits += int(counts[row])
-            own = hits[:, 0] == row
-            block_ids[own] = state.block_ids[hits[own, 3]]
-            if warm_counts[row]:
-                going.append(self._giving_way(state, int(warm_counts[row])))
-        if going:
-            self._cool(np.concatenate(going))
-        running = block_ids >= 0
-        pages = self._tables.distinct(block_ids[running], hits[running, 1], hits[running, 2])
-        self.stats.hit_promotions += self._tables.promote(*pages)
+        rows = np.flatnonzero(excess > 0)
+        for row in rows.tolist():
+            state = states[row]
+            assert state is not None
+            if len(state.weakest) < excess[row] and rankings > 0:
+                rankings -= 1
+                self._rank(state, at_least=2 * int(excess[row]))
+            taken, state.weakest = state.weakest[: excess[row]], state.weakest[excess[row] :]
+            going.append(taken)
+        if not going:
+            return np.zeros(len(states), dtype=np.int64)
+        owners, pages = np.repeat(rows, [len(taken) for taken in going]), np.concatenate(going)
+        hot = self._tables.are_hot(pages)  # some may have been cooled since
+        self._cool(pages[hot])
+        return np.bincount(owners[hot], minlength=len(states))
 
-    def _giving_way(self, state: Sequence, count: int) -> Integers:
-        """The sequence's weakest pages: as many as must be cooled for `count` more to keep it within its share of hot pages."""
-        blocks = state.block_ids
-        tiered = blocks[self._tables.is_tiered(blocks)]
-        excess = self._tables.count_hot(tiered) + count - self._max_hot(state, len(tiered))
-        going = _NO_PAGES
-        while len(going) < excess:
-            if not len(state.weakest):
-                self._rank(state, at_least=2 * (excess - len(going)), besides=going)
-                if not len(state.weakest):
-                    break
-            missing = excess - len(going)
-            taken, state.weakest = state.weakest[:missing], state.weakest[missing:]
-            going = np.concatenate([going, taken[self._tables.are_hot(taken)]])  # some may have been cooled since
-        return going
-
-    def _rank(self, state: Sequence, *, at_least: int = 1, besides: Integers = _NO_PAGES) -> None:
+    def _rank(self, state: Sequence, *, at_least: int = 1) -> None:
         """Lists the hot pages that give way first: those least needed since heat was last read, of equals the coolest.
 
         Only the weakest part of them, so that the rest is looked at again with what has been seen by then.
@@ -284,9 +333,6 @@ class Housekeeper:
         indices, layers, heads = np.nonzero(self._tables.hot_pages(blocks[tiered]) & self._tables.tierable)
         indices = tiered[indices]
         pages = np.column_stack([blocks[indices], layers, heads])
-        if len(besides):
-            others = ~np.isin(self._tables.page_numbers(pages), self._tables.page_numbers(besides), kind="table")
-            indices, layers, heads, pages = indices[others], layers[others], heads[others], pages[others]
         if state.row is None or not len(pages):
             return
         needed = self.frequencies[state.row].numpy()[layers, heads, indices]
@@ -295,7 +341,7 @@ class Housekeeper:
 
     def _max_hot(self, state: Sequence, tiered_blocks: int) -> int:
         """Pages of a sequence's tiered blocks that may be hot; those of its first block do not count."""
-        pages = int(self._tables.tierable.sum())
+        pages = self._tables.tierable_pages
         pinned = pages if self._tables.sketch_unit[state.blocks[0]] >= 0 else 0
         return int(state.settings.hot_max_share * tiered_blocks * pages) + pinned
 
@@ -312,7 +358,8 @@ class Housekeeper:
     # -- demotion ------------------------------------------------------------------------------------------------------
 
     def _demote_decoding(self, states: Listing[Sequence]) -> None:
-        left = DEMOTIONS_A_STEP
+        """Demotes as many blocks as keep up with what is sealed: sequences that grow in step seal theirs at the same time."""
+        left = 1 + len(states) // self._config.page_size
         for state in states:
             if left <= 0:
                 return
@@ -382,9 +429,8 @@ class Housekeeper:
         shape = self._tables.pool.shape
         if state.row is None or not state.prompt_done or state.rows_seen == 0:
             return np.zeros((shape.layers, shape.kv_heads), dtype=bool)
-        blocks = len(state.blocks)
-        masses = self.masses[state.row, :, :, :blocks].numpy()
-        contribution = relative_masses(masses, state.rows_seen)[:, :, index]
+        masses = self.masses.numpy()[state.row, :, :, index]
+        contribution = masses * np.float32(len(state.blocks) / state.rows_seen)
         hot: NDArray[np.bool_] = contribution / (1 + contribution) >= state.settings.hot_score_threshold
         return hot
 
@@ -404,6 +450,28 @@ class Housekeeper:
         warm = tables.warm_slot[block, hot[:, 0] // tables.window_layers] >= 0
         return self._cool(np.column_stack([np.full(int(warm.sum()), block), hot[warm]])) > 0
 
+    def park(self, block: int) -> bool:
+        """Leaves an idle block to the warm store alone, where those parked longest give way. False: it cannot be."""
+        if block in self._unsketchable:
+            return False
+        if self._tables.exact_unit[block] >= 0:
+            self._evict_parked(self._tables.num_windows)
+        if not self._tables.park(block):
+            return False
+        self._blocks.park(block)
+        return True
+
+    def fetch(self, block: int, *, exact: bool) -> bool:
+        """Brings a parked block back for its owner, exact or tiered. False: the pool has no room, or it must be exact."""
+        broken = self._tables.fetch(block, exact=exact)
+        if broken:
+            self.stats.broken_pages += broken
+            self._unsketchable.add(block)
+        if broken != 0:
+            return False
+        self._blocks.fetch(block)
+        return True
+
     # -- warm and cold -------------------------------------------------------------------------------------------------
 
     def make_warm_room(self) -> bool:
@@ -411,9 +479,19 @@ class Housekeeper:
         warm, windows = self._tables.warm, self._tables.num_windows
         if warm is None:
             return False
+        self._evict_parked(windows)
         if warm.num_slots - warm.num_used < windows:
             self._release_coldest(windows)
         return warm.num_slots - warm.num_used >= windows
+
+    def _evict_parked(self, count: int) -> None:
+        """Evicts parked blocks, those parked longest first, until the warm store has room for `count` units or none is left."""
+        warm = self._tables.warm
+        while warm is not None and warm.num_slots - warm.num_used < count:
+            block = self._blocks.evict(parked=True)
+            if block is None:
+                return
+            self._tables.free([block])
 
     def _may_be_cold(self) -> bool:
         tiered, cold = self._unit_counts()
@@ -436,6 +514,7 @@ class Housekeeper:
         if warm is None or not self._can_recompute:
             return
         growth = self._config.cold_drop_step // self._config.page_size + len(self._sequences)
+        self._evict_parked(growth * self._tables.num_windows)
         missing = growth * self._tables.num_windows - (warm.num_slots - warm.num_used)
         num_units, num_cold = self._unit_counts()
         self.controller.observe(
@@ -469,9 +548,15 @@ class Housekeeper:
         """Blocks that a running sequence reads exactly."""
         return {block for state in self._sequences.values() if self._reads_exactly(state) for block in state.blocks}
 
+    def _reserve(self, blocks: int) -> None:
+        """Makes room for a few blocks to come easy to have: at most `RESERVED_BLOCKS` for each tiered sequence wait so."""
+        tiered = sum(state.tiered for state in self._sequences.values())
+        self._tables.reserve(blocks, limit=RESERVED_BLOCKS * tiered)
+
     # -- heat ----------------------------------------------------------------------------------------------------------
 
-    def _recalibrate_due(self, spans: Listing[Span], decoding: Listing[Sequence]) -> None:
+    def _recalibrate_due(self, spans: Listing[Span], decoding: Listing[Sequence]) -> int:
+        """How many decoding sequences were."""
         left = RECALIBRATIONS_A_STEP
         just_done = {span.sequence for span in spans if span.stop - span.start > 1}
         for name in just_done:
@@ -482,11 +567,12 @@ class Housekeeper:
         for state in decoding:
             generated = state.num_computed - state.prompt_tokens
             if left > 0 and state.rows_seen and due(generated, state.settings.recalibrate_every, state.number):
-                self.recalibrate(state)
+                self.recalibrate(state, max_moves=MOVES_A_RECALIBRATION)
                 left -= 1
+        return RECALIBRATIONS_A_STEP - left
 
-    def recalibrate(self, state: Sequence) -> None:
-        """Reads a sequence's statistics into heat and places its pages by score."""
+    def recalibrate(self, state: Sequence, *, max_moves: int | None = None) -> None:
+        """Reads a sequence's statistics into heat and places its pages by score; at most `max_moves` become hot."""
         if state.row is None:
             return
         blocks = state.block_ids
@@ -506,9 +592,9 @@ class Housekeeper:
         state.watched = np.flatnonzero(self._tables.is_tiered(blocks))
         tiered = blocks[state.watched]
         if len(tiered):
-            self._place(state, tiered)
+            self._place(state, tiered, max_moves)
 
-    def _place(self, state: Sequence, tiered: Integers) -> None:
+    def _place(self, state: Sequence, tiered: Integers, max_moves: int | None) -> None:
         scores, hot = self.heat.scores(tiered), self._tables.hot_pages(tiered)
         pinned = np.where(tiered == state.blocks[0], np.inf, 0.0).astype(np.float32)[:, None, None]
         moves = promotions_and_demotions(
@@ -518,7 +604,7 @@ class Housekeeper:
             max_hot=self._max_hot(state, len(tiered)),
             hysteresis=HYSTERESIS,
         )
-        demote, promote = moves.demote, moves.promote
+        demote, promote = moves.demote, moves.promote[:max_moves]
         self._cool(np.column_stack([tiered[demote[:, 0]], demote[:, 1:]]))
         self.stats.promoted_pages += self._tables.promote(tiered[promote[:, 0]], promote[:, 1], promote[:, 2])
         hot = self._tables.hot_pages(tiered)

@@ -6,6 +6,7 @@ A block is one of
     exact    all its pages are in an exact block of the pool; every new block begins so
     tiered   its sketches are in the pool; each *unit* (the pages of one window of layers) has an exact copy in the warm store or
              is cold; and single pages may be hot, that is, have a slot of the pool besides
+    parked   it has no bytes in the pool: all its units are in the warm store, and its sketches can be made from them again
 
 This module moves bytes and keeps the tables right; which page belongs where is `placement`'s business.
 """
@@ -31,6 +32,7 @@ from vera.errors import CapacityError
 _NONE = -1
 _ALIGNMENT = 64
 """Slots of a store begin at multiples of this."""
+_MEMORY_PAGE = 4096
 _STAGING = (-1, -1, -1)
 """Stands for the owner of a staging slot."""
 _CHECKPOINT_DTYPE = torch.float32
@@ -45,6 +47,7 @@ def block_overhead_bytes(shape: CacheShape, config: CacheConfig) -> int:
     return (
         8  # exact_unit
         + 8  # sketch_unit
+        + 4  # num_hot
         + windows * (8 + 8)  # warm slots and addresses
         + (windows - 1) * (8 + 2)  # checkpoint slots and their fill
     )
@@ -78,6 +81,8 @@ class TierTables:
         blocks = pool.num_blocks
         self.exact_unit = np.full(blocks, _NONE, dtype=np.int64)
         self.sketch_unit = np.full(blocks, _NONE, dtype=np.int64)
+        self.num_hot = np.zeros(blocks, dtype=np.int32)
+        """Of each tiered block: its pages that have a slot, those of windowed layers not counted."""
         self.warm_slot = np.full((blocks, self.num_windows), _NONE, dtype=np.int64)
         self.warm_address = torch.zeros((blocks, self.num_windows), dtype=torch.int64)
         boundaries = self.num_windows - 1 if checkpoints else 0
@@ -111,10 +116,14 @@ class TierTables:
             )
         self.staging = staging
         """Slots that a restore writes to; they belong to no block."""
+        self._prepared = 0
+        """Frames before this one were touched ahead of their use."""
         self._table = pool.page_table.numpy()
         self.tierable = np.ones((shape.layers, shape.kv_heads), dtype=bool)
         """`[layers, kv_heads]`: false in layers with a window, whose pages keep their slots."""
         self.tierable[list(shape.windowed_layers)] = False
+        self.tierable_pages = int(self.tierable.sum())
+        """Of a block: the most pages that `num_hot` counts."""
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -127,14 +136,20 @@ class TierTables:
         tiered: Mask = self.sketch_unit[np.asarray(blocks, dtype=np.int64)] >= 0
         return tiered
 
+    def is_parked(self, blocks: Sequence[int] | Integers) -> Mask:
+        at = np.asarray(blocks, dtype=np.int64)
+        away = (self.exact_unit[at] < 0) & (self.sketch_unit[at] < 0)
+        parked: Mask = away & (self.warm_slot[at] >= 0).all(axis=1)
+        return parked
+
     def hot_pages(self, blocks: Sequence[int] | Integers) -> Mask:
         """`[blocks, layers, kv_heads]`: pages that have a slot; for exact blocks all of them."""
         hot: Mask = self._table[np.asarray(blocks, dtype=np.int64)] != NO_PAGE
         return hot
 
     def count_hot(self, blocks: Integers) -> int:
-        """How many pages of these blocks have a slot, those of windowed layers not counted."""
-        return int(np.count_nonzero((self._table[blocks] != NO_PAGE) & self.tierable))
+        """How many pages of these tiered blocks have a slot, those of windowed layers not counted."""
+        return int(self.num_hot[blocks].sum())
 
     def are_hot(self, pages: Integers) -> Mask:
         """`[n]`: which of the pages, each a row (block, layer, KV head), have a slot."""
@@ -163,11 +178,11 @@ class TierTables:
     def device_bytes(self, blocks: Sequence[int] | Integers) -> Integers:
         """`[blocks]`: bytes of the pool that each block takes."""
         at = np.asarray(blocks, dtype=np.int64)
-        hot = np.where(self.sketch_unit[at] >= 0, (self._table[at] != NO_PAGE).sum(axis=(1, 2)), 0)
+        tiered = self.sketch_unit[at] >= 0
+        slots = self.num_hot[at] + self.tierable.size - self.tierable_pages
         return np.asarray(
             (self.exact_unit[at] >= 0) * self.pool.block_bytes
-            + (self.sketch_unit[at] >= 0) * self.pool.sketch_bytes
-            + hot * self.pool.page_bytes
+            + tiered * (self.pool.sketch_bytes + slots.astype(np.int64) * self.pool.page_bytes)
         )
 
     @property
@@ -200,30 +215,74 @@ class TierTables:
         unit = int(self.exact_unit[block])
         assert unit >= 0
         kept = np.argwhere(hot | ~self.tierable)
-        sketch = self.pool.frames.take(Role.SKETCH, 1)
-        slots = self.pool.frames.take(Role.PAGE, len(kept)) if sketch is not None else None
-        if sketch is None or slots is None:
-            if sketch is not None:
-                self.pool.frames.give(Role.SKETCH, sketch)
+        places = self._take_places(len(kept))
+        if places is None:
             return None
+        sketch, slots = places
         sources = self.pool.slot_addresses(self.pool.exact_slots([unit])[0])
-        key_parts, value_parts = self.pool.sketch_addresses(int(sketch[0]))
-        broken = sketch_to(sources.reshape(-1), key_parts, value_parts, self.pool.sketch_format, self._dtype)
+        broken = self._write_sketch(sources, sketch)
         if broken:
-            self.pool.frames.give(Role.SKETCH, sketch)
-            self.pool.frames.give(Role.PAGE, slots)
+            self._give_places(sketch, slots)
             return broken
         if not self._save(block, sources) and must_save:
             for window in np.flatnonzero(self.warm_slot[block] >= 0):
                 self.release_unit(block, int(window))
-            self.pool.frames.give(Role.SKETCH, sketch)
-            self.pool.frames.give(Role.PAGE, slots)
+            self._give_places(sketch, slots)
             return None
         copy_bytes(sources[kept[:, 0], kept[:, 1]], self.pool.slot_addresses(slots), self.pool.page_bytes)
         self._table[block] = NO_PAGE
         self._table[block, kept[:, 0], kept[:, 1]] = slots
-        self._place_sketch(block, int(sketch[0]))
+        self.num_hot[block] = len(kept) - (self.tierable.size - self.tierable_pages)
+        self._place_sketch(block, sketch)
         self._give_exact(block)
+        return 0
+
+    def park(self, block: int) -> bool:
+        """Leaves a block to the warm store alone. False: a unit is cold, or the store has no room; nothing changed."""
+        unit = int(self.exact_unit[block])
+        if unit < 0 and (self.warm_slot[block] < 0).any():
+            return False
+        if unit >= 0:
+            if not self._save(block, self.pool.slot_addresses(self.pool.exact_slots([unit])[0])):
+                for window in np.flatnonzero(self.warm_slot[block] >= 0):
+                    self.release_unit(block, int(window))
+                return False
+            self._give_exact(block)
+        else:
+            slots = self._table[block]
+            self._give_slots(slots[slots != NO_PAGE].astype(np.int64))
+            self._give_sketch(block)
+        self._table[block] = NO_PAGE
+        return True
+
+    def fetch(self, block: int, *, exact: bool) -> int | None:
+        """Brings a parked block back: to an exact place, without its warm copy, or as a tiered block of which nothing is hot.
+
+        None: the pool has no room, nothing changed. Else the number of pages that hold a value that is not finite: if there is
+        any, the block cannot be tiered and nothing changed either.
+        """
+        layers, heads = np.indices(self.tierable.shape)
+        sources = self._warm_addresses(np.full_like(layers, block), layers, heads)
+        if exact:
+            if not self.make_exact([block]):
+                return None
+            targets = self.pool.slot_addresses(self._table[block].astype(np.int64))
+            copy_bytes(sources.reshape(-1), targets.reshape(-1), self.pool.page_bytes)
+            for window in range(self.num_windows):
+                self.release_unit(block, window)
+            return 0
+        kept = np.argwhere(~self.tierable)
+        places = self._take_places(len(kept))
+        if places is None:
+            return None
+        sketch, slots = places
+        broken = self._write_sketch(sources, sketch)
+        if broken:
+            self._give_places(sketch, slots)
+            return broken
+        copy_bytes(sources[kept[:, 0], kept[:, 1]], self.pool.slot_addresses(slots), self.pool.page_bytes)
+        self._table[block, kept[:, 0], kept[:, 1]] = slots
+        self._place_sketch(block, sketch)
         return 0
 
     def promote(self, blocks: Integers, layers: Integers, heads: Integers) -> int:
@@ -238,6 +297,7 @@ class TierTables:
         assert slots is not None
         copy_bytes(addresses[wanted], self.pool.slot_addresses(slots), self.pool.page_bytes)
         self._table[blocks[wanted], layers[wanted], heads[wanted]] = slots
+        np.add.at(self.num_hot, blocks[wanted], 1)
         return len(wanted)
 
     def cool(self, blocks: Integers, layers: Integers, heads: Integers) -> int:
@@ -247,6 +307,7 @@ class TierTables:
         held = np.flatnonzero((slots != NO_PAGE) & (self.sketch_unit[blocks] >= 0) & self.tierable[layers, heads])
         if len(held):
             self._table[blocks[held], layers[held], heads[held]] = NO_PAGE
+            np.subtract.at(self.num_hot, blocks[held], 1)
             self._give_slots(slots[held].astype(np.int64))
         return len(held)
 
@@ -260,6 +321,21 @@ class TierTables:
     def page_numbers(self, pages: Integers) -> Integers:
         """`[n]`: one number for each page, a row (block, layer, KV head): sorting rows of three would take ten times as long."""
         return np.ravel_multi_index((pages[:, 0], pages[:, 1], pages[:, 2]), self._table.shape)
+
+    def reserve(self, blocks: int, *, limit: int) -> None:
+        """Takes disk space for `blocks` more that are demoted later, and touches a frame for them; up to `limit` of them wait.
+
+        Either takes a step milliseconds to do when it needs it.
+        """
+        for store, slots in ((self.warm, self.num_windows), (self.checkpoints, self.checkpoint_rows.shape[1])):
+            if store is not None:
+                store.reserve(blocks * slots, limit * slots)
+        frames = self.pool.frames
+        first = max(self._prepared, frames.num_touched)
+        if first < min(frames.num_frames, frames.num_touched + -(-limit // frames.units_per_frame[Role.SKETCH])):
+            frame = slice(first * self.pool.frame_bytes, (first + 1) * self.pool.frame_bytes, _MEMORY_PAGE)
+            self.pool.arena[frame].zero_()
+            self._prepared = first + 1
 
     def release_unit(self, block: int, window: int) -> None:
         """Takes the warm copy of a unit: its pages that are not hot are cold from now on."""
@@ -283,18 +359,16 @@ class TierTables:
         return True
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Makes blocks empty, whatever they were."""
-        for block in blocks:
-            if self.exact_unit[block] >= 0:
-                self._give_exact(block)
-            if self.sketch_unit[block] >= 0:
-                slots = self._table[block]
-                self._give_slots(slots[slots != NO_PAGE].astype(np.int64))
-                self._give_sketch(block)
-            for window in np.flatnonzero(self.warm_slot[block] >= 0):
-                self.release_unit(block, int(window))
-            self._drop_checkpoints(block)
-            self._table[block] = NO_PAGE
+        """Makes blocks empty, whatever they were; each once."""
+        at = np.asarray(blocks, dtype=np.int64)
+        exact, tiered = at[self.exact_unit[at] >= 0], at[self.sketch_unit[at] >= 0]
+        self._give_exact(exact)
+        slots = self._table[tiered]
+        self._give_slots(slots[slots != NO_PAGE].astype(np.int64))
+        self._give_sketch(tiered)
+        self._drop_warm(at)
+        self._drop_checkpoints(at)
+        self._table[at] = NO_PAGE
 
     def copy(self, source: int, target: int) -> bool:
         """Makes an empty block what another one is, in places of its own. False: no room, nothing changed.
@@ -342,6 +416,22 @@ class TierTables:
         rows[offset : offset + len(hidden)] = hidden
         self.checkpoint_rows[block, boundary] = offset + len(hidden)
 
+    def keep_checkpoint_rows(self, blocks: Integers, boundary: int, offsets: Integers, hidden: Tensor, rows: Integers) -> None:
+        """`keep_checkpoint` for one token of each block: at `offsets`, `[n]`, what `hidden` holds in `rows`. Each block once."""
+        begun = offsets > 0
+        for i in np.flatnonzero(~begun).tolist():
+            self.keep_checkpoint(int(blocks[i]), boundary, 0, hidden[rows[i] : rows[i] + 1])
+        if self.checkpoints is None or not begun.any():
+            return
+        blocks, offsets, rows = blocks[begun], offsets[begun], rows[begun]
+        slots = self.checkpoint_slot[blocks, boundary]
+        kept = (slots >= 0) & (self.checkpoint_rows[blocks, boundary] == offsets)
+        row_bytes = self._checkpoint_shape[1] * _CHECKPOINT_DTYPE.itemsize
+        hidden = hidden.to(_CHECKPOINT_DTYPE).contiguous()
+        targets = self.checkpoints.addresses(slots[kept].tolist()) + offsets[kept] * row_bytes
+        copy_bytes(hidden.data_ptr() + rows[kept] * row_bytes, targets, row_bytes)
+        self.checkpoint_rows[blocks[kept], boundary] += 1
+
     def checkpoint(self, block: int, boundary: int) -> Tensor | None:
         """`[page_size, hidden]`, or None if the block has no whole one."""
         if boundary >= self.checkpoint_rows.shape[1]:
@@ -373,6 +463,7 @@ class TierTables:
             return False
         self._copy_slots(np.array([slot], dtype=np.int64), own)
         self._table[block, layer, head] = own[0]
+        self.num_hot[block] += 1
         return True
 
     def check_invariants(self) -> None:
@@ -391,8 +482,11 @@ class TierTables:
         if exact.any():
             assert (self._table[exact] == pool.exact_slots(self.exact_unit[exact])).all(), "an exact block's slots are wrong"
         assert (self._table[~exact & ~tiered] == NO_PAGE).all(), "an empty block has pages"
+        counted = ((self._table != NO_PAGE) & self.tierable).sum(axis=(1, 2))
+        assert (self.num_hot == np.where(tiered, counted, 0)).all(), "hot pages are miscounted"
         assert ((self.warm_slot >= 0) == (self.warm_address.numpy() != 0)).all(), "warm slots and addresses disagree"
-        assert not (self.warm_slot[~tiered] >= 0).any(), "a block that is not tiered is warm"
+        neither = ~tiered & ~self.is_parked(np.arange(len(tiered)))
+        assert not (self.warm_slot[neither] >= 0).any(), "a block that is neither tiered nor parked is warm"
         warm = self.warm_slot[self.warm_slot >= 0]
         assert len(set(warm.tolist())) == len(warm) == (self.warm.num_used if self.warm else 0), "warm slots are lost"
         held = self.checkpoint_slot[self.checkpoint_slot >= 0]
@@ -426,18 +520,34 @@ class TierTables:
                 return False
         return True
 
+    def _take_places(self, num_slots: int) -> tuple[int, Integers] | None:
+        """Room for a block's sketches, and so many slots. None: the pool has not both, nothing changed."""
+        sketch = self.pool.frames.take(Role.SKETCH, 1)
+        slots = self.pool.frames.take(Role.PAGE, num_slots) if sketch is not None else None
+        if sketch is not None and slots is None:
+            self.pool.frames.give(Role.SKETCH, sketch)
+        return None if sketch is None or slots is None else (int(sketch[0]), slots)
+
+    def _give_places(self, sketch: int, slots: Integers) -> None:
+        self.pool.frames.give(Role.SKETCH, np.array([sketch], dtype=np.int64))
+        self.pool.frames.give(Role.PAGE, slots)
+
+    def _write_sketch(self, sources: Integers, sketch: int) -> int:
+        """Sketches the pages at `sources`, `[layers, kv_heads]`; returns how many of them hold a value that is not finite."""
+        key_parts, value_parts = self.pool.sketch_addresses(sketch)
+        return sketch_to(sources.reshape(-1), key_parts, value_parts, self.pool.sketch_format, self._dtype)
+
     def _copy_tiered(self, source: int, target: int) -> bool:
         hot = np.argwhere(self._table[source] != NO_PAGE)
-        sketch = self.pool.frames.take(Role.SKETCH, 1)
-        slots = self.pool.frames.take(Role.PAGE, len(hot)) if sketch is not None else None
-        if sketch is None or slots is None:
-            if sketch is not None:
-                self.pool.frames.give(Role.SKETCH, sketch)
+        places = self._take_places(len(hot))
+        if places is None:
             return False
-        self.pool.copy_sketches(int(self.sketch_unit[source]), int(sketch[0]))
+        sketch, slots = places
+        self.pool.copy_sketches(int(self.sketch_unit[source]), sketch)
         self._copy_slots(self._table[source, hot[:, 0], hot[:, 1]].astype(np.int64), slots)
         self._table[target, hot[:, 0], hot[:, 1]] = slots
-        self._place_sketch(target, int(sketch[0]))
+        self.num_hot[target] = self.num_hot[source]
+        self._place_sketch(target, sketch)
         for window in np.flatnonzero(self.warm_slot[source] >= 0):
             layers = min(self.window_layers, self.pool.shape.layers - int(window) * self.window_layers)
             pages = np.arange(layers * self.pool.shape.kv_heads, dtype=np.int64) * self.pool.page_bytes
@@ -459,21 +569,29 @@ class TierTables:
         self.pool.sketch_keys[block] = int(keys[0])
         self.pool.sketch_values[block] = int(values[0])
 
-    def _give_exact(self, block: int) -> None:
-        unit = self.exact_unit[block : block + 1].copy()
-        self.exact_unit[block] = _NONE
+    def _give_exact(self, blocks: int | Integers) -> None:
+        units = np.atleast_1d(self.exact_unit[blocks])
+        self.exact_unit[blocks] = _NONE
         if self._poison:
-            self.pool.poison_exact(unit)
-        self.pool.frames.give(Role.EXACT, unit)
+            self.pool.poison_exact(units)
+        self.pool.frames.give(Role.EXACT, units)
 
-    def _give_sketch(self, block: int) -> None:
-        unit = self.sketch_unit[block : block + 1].copy()
-        self.sketch_unit[block] = _NONE
-        self.pool.sketch_keys[block] = NO_PAGE
-        self.pool.sketch_values[block] = NO_PAGE
-        if self._poison:
-            self.pool.poison_sketches(unit)
-        self.pool.frames.give(Role.SKETCH, unit)
+    def _give_sketch(self, blocks: int | Integers) -> None:
+        units = np.atleast_1d(self.sketch_unit[blocks])
+        self.sketch_unit[blocks] = _NONE
+        self.num_hot[blocks] = 0
+        self.pool.sketch_keys.numpy()[blocks] = NO_PAGE
+        self.pool.sketch_values.numpy()[blocks] = NO_PAGE
+        if self._poison and len(units):
+            self.pool.poison_sketches(units)
+        self.pool.frames.give(Role.SKETCH, units)
+
+    def _drop_warm(self, blocks: Integers) -> None:
+        held = self.warm_slot[blocks]
+        if self.warm is not None:
+            self.warm.free(held[held >= 0].tolist())
+        self.warm_slot[blocks] = _NONE
+        self.warm_address.numpy()[blocks] = 0
 
     def _give_slots(self, slots: Integers) -> None:
         if self._poison and len(slots):
@@ -485,12 +603,12 @@ class TierTables:
         slot = int(self.checkpoint_slot[block, boundary])
         return self.checkpoints.view(slot).view(_CHECKPOINT_DTYPE).view(self._checkpoint_shape)
 
-    def _drop_checkpoints(self, block: int) -> None:
-        held = self.checkpoint_slot[block][self.checkpoint_slot[block] >= 0]
-        if len(held) and self.checkpoints is not None:
-            self.checkpoints.free(held.tolist())
-        self.checkpoint_slot[block] = _NONE
-        self.checkpoint_rows[block] = 0
+    def _drop_checkpoints(self, blocks: Integers) -> None:
+        held = self.checkpoint_slot[blocks]
+        if self.checkpoints is not None:
+            self.checkpoints.free(held[held >= 0].tolist())
+        self.checkpoint_slot[blocks] = _NONE
+        self.checkpoint_rows[blocks] = 0
 
     def _owners(self, role: Role) -> dict[int, tuple[int, int, int]]:
         """Who has each unit of a role: a block, or a page (block, layer, head)."""

@@ -94,6 +94,10 @@ class HostStore(Protocol):
         """`count` slots, the lowest that are free; their content is undefined. None: no room, nothing changed."""
         ...
 
+    def reserve(self, count: int, limit: int) -> None:
+        """Takes memory or disk for `count` slots to come, as long as no more than `limit` wait; they are handed out fast."""
+        ...
+
     def free(self, slots: Sequence[int]) -> None:
         """Gives slots back, each once. What they hold is void."""
         ...
@@ -232,6 +236,9 @@ class _MappedStore:
         self._untouched = num_touched
         self._owned.update(slots)
         return slots
+
+    def reserve(self, count: int, limit: int) -> None:
+        """Nothing to be done where memory comes when it is touched."""
 
     def free(self, slots: Sequence[int]) -> None:
         assert len(set(slots)) == len(slots) and self._owned.issuperset(slots), "a slot is freed that is not owned"
@@ -422,6 +429,12 @@ class FileStore(_MappedStore):
     @property
     def reserved_bytes(self) -> int:
         return self._num_reserved * self._stride
+
+    def reserve(self, count: int, limit: int) -> None:
+        waiting = len(self._free) + self._num_reserved - self._untouched
+        wanted = min(self.num_slots, self._num_reserved + min(count, limit - waiting))
+        if wanted > self._num_reserved:
+            self._try_to_reserve(wanted)  # a full disk shows when the slots are needed
 
     def _provide(self, num_slots: int) -> bool:
         if num_slots <= self._num_reserved:
