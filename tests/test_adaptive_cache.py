@@ -624,6 +624,39 @@ def test_parked_blocks_give_way_to_what_runs():
     assert not cache.tables.lacks_exact_pages(cache._sequences["c"].block_ids).any()
 
 
+def test_parked_blocks_give_way_to_what_is_restored():
+    cache = make_cache(frames=20, warm_blocks=9)
+    read_prompt(cache, "a", list(range(9 * PAGE)), fidelity="native")
+    cache.release("a")
+    read_prompt(cache, "b", [5000 + i for i in range(18 * PAGE)], fidelity="native")
+    cache.release("b")
+    while cache.tables.has_warm_room:
+        cache._keeper.park(cache.blocks.next_idle)
+    assert cache.make_room_for_restored()
+    cache.check_invariants()
+
+
+def test_sequences_served_exactly_are_promised_no_hot_pages():
+    copies = {}
+    for fidelity in ("bounded", "exact"):
+        cache = make_cache(frames=60, hot_max_share=0.5, **STILL)
+        read_prompt(cache, "a", list(range(15 * PAGE)), fidelity=fidelity)
+        copies[fidelity] = 0
+        while copies[fidelity] < 7 and cache.duplicate("a", f"copy-{copies[fidelity]}"):
+            copies[fidelity] += 1
+    assert copies["exact"] > copies["bounded"] > 0
+
+
+def test_refused_admission_does_not_count_as_reuse():
+    cache = make_cache(frames=20)
+    text = list(range(3 * PAGE + 1))
+    serve_short(cache, text)
+    before = cache.blocks.reuse.share
+    for _ in range(3):
+        assert cache.admit("long", text + [9000 + i for i in range(MAX_TOKENS - len(text))], fidelity="native") is None
+    assert cache.blocks.reuse.share == before < 1
+
+
 def serve_short(cache: AdaptiveCache, tokens: list[int]) -> int:
     found = read_prompt(cache, "short", tokens)
     cache.release("short")

@@ -486,6 +486,9 @@ def test_no_more_space_waits_than_the_limit_freed_slots_included(tmp_path):
 def test_full_disk_shows_when_slots_are_needed_and_not_when_they_are_reserved(tmp_path, caplog):
     store = FileStore(SLOT, 100 * STRIDE, tmp_path, reserve=Disk(room=0))
     store.reserve(4, 4)
+    asked = len(store._reserve.calls)
+    store.reserve(4, 4)
+    assert len(store._reserve.calls) == asked, "others need what is left of the disk"
     assert not caplog.records and store.reserved_bytes == 0
     assert store.allocate(1) is None
     assert caplog.records

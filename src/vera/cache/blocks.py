@@ -165,10 +165,14 @@ class Blocks:
         for block in blocks:
             if self.owners[block] == 0:
                 del (self._parked if self._is_parked[block] else self._idle)[block]
-                if self._on_trial[block]:
-                    self.reuse.observe(found=True)
-                    self._on_trial[block] = False
             self.owners[block] += 1
+
+    def note_found(self, blocks: Sequence[int]) -> None:
+        """These shared blocks were of use: a sequence begins with them."""
+        for block in blocks:
+            if self._on_trial[block]:
+                self.reuse.observe(found=True)
+                self._on_trial[block] = False
             self._was_found[block] = True
 
     def seal(self, block: int, digest: bytes) -> None:
@@ -229,7 +233,7 @@ class Blocks:
 
     def _judge(self, idle: Sequence[int], *, keep: bool) -> None:
         """Whether blocks that became idle together are worth keeping."""
-        new = [block for block in idle if not self._was_found[block]]
+        new = [block for block in idle if not self._was_found[block] and not self._on_trial[block]]
         kept = bool(new) and (keep or self.reuse.keeps())
         self._is_kept[idle] = True
         self._is_kept[new] = kept

@@ -38,6 +38,8 @@ _RAM_SHARE = 0.9
 """Of the memory that is available, what cache and warm store together take where no limit for the latter is given."""
 _ALL = 2**40
 """More tokens or blocks than any sequence has."""
+_GIVEN_WAY_A_STEP = 8
+"""Idle blocks that give way when a sequence gains blocks: copying one to the warm store takes up to some milliseconds."""
 _EXACT = -1.0
 """In `Tiers.tolerances`: serve the sequence exactly."""
 
@@ -292,6 +294,7 @@ class AdaptiveCache:
         if use is not None:
             state.use = use
         if not state.use.admitted:
+            self.blocks.note_found(found)
             state.use.admitted, state.use.cached_tokens = True, cached_tokens
         if state.tiered and self._keeper is not None:
             self._keeper.begin(state)
@@ -705,7 +708,7 @@ class AdaptiveCache:
         return (
             pinned * self.pool.block_bytes
             + tiered * self.pool.sketch_bytes
-            + int(state.settings.hot_max_share * tiered) * self.pool.block_bytes
+            + (int(state.settings.hot_max_share * tiered) * self.pool.block_bytes if state.bounded else 0)
             + windowed * self.pool.page_bytes
         )
 
@@ -810,16 +813,19 @@ class AdaptiveCache:
         pages = max(0, self._max_hot_pages([state]) - self._num_hot_pages([state]))
         partly_used = len(Role) * self.pool.frame_bytes  # what moving units together may leave
         enough = due * self.pool.sketch_bytes + pages * self.pool.page_bytes + partly_used
+        left = _GIVEN_WAY_A_STEP
         while not self._has_room({Role.SKETCH: due, Role.PAGE: pages}, 0):
             if self._free_bytes() >= enough and self._compact():
                 continue
-            if not (self._give_way() or self._evict()):
+            if left == 0 or not (self._give_way() or self._evict()):
                 return
+            left -= 1
 
     def _max_hot_pages(self, states: Iterable[Sequence]) -> int:
-        pages = self.tables.tierable_pages
-        tiered = ((state.settings.hot_max_share, int(self.tables.is_tiered(state.block_ids).sum())) for state in states)
-        return sum(int(share * blocks * pages) for share, blocks in tiered)
+        """Of sequences that are served exactly none is needed."""
+        assert self._keeper is not None
+        bounded = ((state, int(self.tables.is_tiered(state.block_ids).sum())) for state in states if state.bounded)
+        return sum(self._keeper.max_hot(state, tiered) for state, tiered in bounded)
 
     def _num_hot_pages(self, states: Iterable[Sequence]) -> int:
         return sum(self.tables.count_hot(state.block_ids[self.tables.is_tiered(state.block_ids)]) for state in states)
@@ -840,8 +846,8 @@ class AdaptiveCache:
         With fewer, each step hits pages by the hundred, which costs all of them more than it takes the last in rank to wait.
         """
         assert self._keeper is not None
-        running = self._sequences.values()
-        if len(running) > 1 and self._num_hot_pages(running) <= self._max_hot_pages(running) / 2:
+        bounded = [state for state in self._sequences.values() if state.bounded]
+        if len(bounded) > 1 and self._num_hot_pages(bounded) <= self._max_hot_pages(bounded) / 2:
             return False
         return self._keeper.shed()
 
@@ -980,6 +986,10 @@ class AdaptiveCache:
 
     # -- details: restoring --------------------------------------------------------------------------------------------
 
+    def make_room_for_restored(self) -> bool:
+        """Whether the warm store can take one more unit, once idle blocks have given way."""
+        return self._keeper is not None and self._keeper.make_unit_room()
+
     def _keep_restored(self, block: int, slots: Integers, plan: RestorePass, hot: Listing[tuple[int, int, int]]) -> int:
         """Of one block: whole cold units go to the warm store, else the pages `hot` get slots. Returns how many became exact."""
         tables, kept = self.tables, 0
@@ -990,7 +1000,7 @@ class AdaptiveCache:
             if not self.costs.reading_pays:
                 continue  # it is cheaper to recompute it again than to read it
             sources = self.pool.slot_addresses(slots[begin - plan.first : end - plan.first])
-            if tables.save_unit(block, window, sources):
+            if self.make_room_for_restored() and tables.save_unit(block, window, sources):
                 kept += sources.size
         for _, layer, head in hot:
             if self.pool.page_table[block, layer, head] == NO_PAGE and self._has_room({Role.PAGE: 1}, 0):

@@ -205,7 +205,7 @@ class Housekeeper:
             self.masses[copy.row] = self.masses[source.row]
             self.frequencies[copy.row] = self.frequencies[source.row]
             copy.rows_seen, copy.watched = source.rows_seen, source.watched
-        self._reserve(RESERVED_BLOCKS)
+        self._reserve(RESERVED_BLOCKS * len(self._sequences))  # the next copy may take what waits
         places = dict(zip(source.blocks, copy.blocks, strict=True))
         kept = source.weakest[[int(block) in places for block in source.weakest[:, 0]]]
         copy.weakest = np.column_stack([[places[int(block)] for block in kept[:, 0]], kept[:, 1:]]).astype(np.int64)
@@ -232,7 +232,7 @@ class Housekeeper:
         for state in states:
             if state.tiered and not state.prompt_done and (demoted := self._demote_due(state, limit=None)):
                 self._reserve(demoted + 1)
-        if not self._recalibrate_due(spans, decoding):
+        if not self._recalibrate_due(spans, decoding) or self._num_due(decoding) > len(decoding):
             self._demote_decoding(decoding)
         self._scan_if_due()
 
@@ -298,7 +298,7 @@ class Housekeeper:
         lengths = np.array([len(state.blocks) for state in asking])
         blocks = block_tables[those, : lengths.max()]
         tiered = (self._tables.sketch_unit[blocks] >= 0) & (np.arange(blocks.shape[1]) < lengths[:, None])
-        most = [self._max_hot(state, count) for state, count in zip(asking, tiered.sum(axis=1).tolist(), strict=True)]
+        most = [self.max_hot(state, count) for state, count in zip(asking, tiered.sum(axis=1).tolist(), strict=True)]
         room[those] = most - (self._tables.num_hot[blocks] * tiered).sum(axis=1)
         return room
 
@@ -339,7 +339,7 @@ class Housekeeper:
         standing = needed + self.heat.page_scores(pages[:, 0], layers, heads)
         state.weakest = pages[weakest(standing, max(at_least, -(-len(pages) // _RANKED_PARTS)))]
 
-    def _max_hot(self, state: Sequence, tiered_blocks: int) -> int:
+    def max_hot(self, state: Sequence, tiered_blocks: int) -> int:
         """Pages of a sequence's tiered blocks that may be hot; those of its first block do not count."""
         pages = self._tables.tierable_pages
         pinned = pages if self._tables.sketch_unit[state.blocks[0]] >= 0 else 0
@@ -364,6 +364,11 @@ class Housekeeper:
             if left <= 0:
                 return
             left -= self._demote_due(state, limit=left)
+
+    @staticmethod
+    def _num_due(states: Listing[Sequence]) -> int:
+        """Blocks that are old enough to be demoted."""
+        return sum(max(0, state.sealed - RECENT_BLOCKS - state.demoted) for state in states)
 
     def demote_all_due(self) -> bool:
         """Demotes whatever may be, because room is needed now. False: nothing could be."""
@@ -454,10 +459,16 @@ class Housekeeper:
         """Leaves an idle block to the warm store alone, where those parked longest give way. False: it cannot be."""
         if block in self._unsketchable:
             return False
-        if self._tables.exact_unit[block] >= 0:
-            self._evict_parked(self._tables.num_windows)
-        if not self._tables.park(block):
+        tables = self._tables
+        exact, hot = tables.exact_unit[block] >= 0, tables.count_hot(np.array([block]))
+        if exact:
+            self._evict_parked(tables.num_windows)
+        if not tables.park(block):
             return False
+        if exact:
+            self.stats.demoted_blocks += 1
+        else:
+            self.stats.cooled_pages += hot
         self._blocks.park(block)
         return True
 
@@ -469,6 +480,8 @@ class Housekeeper:
             self._unsketchable.add(block)
         if broken != 0:
             return False
+        if exact:
+            self.stats.promoted_pages += self._tables.pool.shape.layers * self._tables.pool.shape.kv_heads
         self._blocks.fetch(block)
         return True
 
@@ -483,6 +496,11 @@ class Housekeeper:
         if warm.num_slots - warm.num_used < windows:
             self._release_coldest(windows)
         return warm.num_slots - warm.num_used >= windows
+
+    def make_unit_room(self) -> bool:
+        """The warm store can take one more unit; parked blocks give way to it."""
+        self._evict_parked(1)
+        return self._tables.has_warm_room
 
     def _evict_parked(self, count: int) -> None:
         """Evicts parked blocks, those parked longest first, until the warm store has room for `count` units or none is left."""
@@ -601,7 +619,7 @@ class Housekeeper:
             scores + pinned,
             hot,
             threshold=state.settings.hot_score_threshold,
-            max_hot=self._max_hot(state, len(tiered)),
+            max_hot=self.max_hot(state, len(tiered)),
             hysteresis=HYSTERESIS,
         )
         demote, promote = moves.demote, moves.promote[:max_moves]

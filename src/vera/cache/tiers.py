@@ -323,7 +323,7 @@ class TierTables:
         return np.ravel_multi_index((pages[:, 0], pages[:, 1], pages[:, 2]), self._table.shape)
 
     def reserve(self, blocks: int, *, limit: int) -> None:
-        """Takes disk space for `blocks` more that are demoted later, and touches a frame for them; up to `limit` of them wait.
+        """Takes disk space for `blocks` more that are demoted later, and touches frames for them; up to `limit` of them wait.
 
         Either takes a step milliseconds to do when it needs it.
         """
@@ -331,11 +331,12 @@ class TierTables:
             if store is not None:
                 store.reserve(blocks * slots, limit * slots)
         frames = self.pool.frames
+        units = frames.units_per_frame[Role.SKETCH]
         first = max(self._prepared, frames.num_touched)
-        if first < min(frames.num_frames, frames.num_touched + -(-limit // frames.units_per_frame[Role.SKETCH])):
-            frame = slice(first * self.pool.frame_bytes, (first + 1) * self.pool.frame_bytes, _MEMORY_PAGE)
-            self.pool.arena[frame].zero_()
-            self._prepared = first + 1
+        end = min(frames.num_frames, first + -(-blocks // units), frames.num_touched + -(-limit // units))
+        if first < end:
+            self.pool.arena[first * self.pool.frame_bytes : end * self.pool.frame_bytes : _MEMORY_PAGE].zero_()
+            self._prepared = end
 
     def release_unit(self, block: int, window: int) -> None:
         """Takes the warm copy of a unit: its pages that are not hot are cold from now on."""

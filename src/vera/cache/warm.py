@@ -410,6 +410,7 @@ class FileStore(_MappedStore):
         self._directory = directory
         self._reserve = reserve
         self._num_reserved = 0
+        self._disk_is_full = False
         self._step_slots = max(1, _RESERVE_STEP_BYTES // _stride(slot_bytes))
         self._file = _nameless_file(directory)
         try:
@@ -433,8 +434,9 @@ class FileStore(_MappedStore):
     def reserve(self, count: int, limit: int) -> None:
         waiting = len(self._free) + self._num_reserved - self._untouched
         wanted = min(self.num_slots, self._num_reserved + min(count, limit - waiting))
-        if wanted > self._num_reserved:
-            self._try_to_reserve(wanted)  # a full disk shows when the slots are needed
+        if wanted > self._num_reserved and not self._disk_is_full:
+            # What is missing shows when the slots are needed; others need the rest of the disk until then.
+            self._disk_is_full = self._try_to_reserve(wanted) is not None
 
     def _provide(self, num_slots: int) -> bool:
         if num_slots <= self._num_reserved:

@@ -41,7 +41,7 @@ class Restorer:
         self._began = time.perf_counter()
         trigger = self._cache.trigger
         together: dict[int, list[BlockOf]] = {}
-        for target, layer in trigger.begin_step(can_keep=self._cache.tables.has_warm_room and self._cache.costs.reading_pays):
+        for target, layer in trigger.begin_step(can_keep=self._cache.costs.reading_pays and self._cache.make_room_for_restored()):
             together.setdefault(trigger.window_end(layer), []).append(target)
         for stop, targets in together.items():
             self._run(targets, stop - 1, hot=[])
@@ -86,7 +86,7 @@ class Restorer:
     def _run(self, targets: list[BlockOf], layer: int, *, hot: list[tuple[int, int, int]]) -> int:
         """Restores blocks up to `layer`, or to the end of its window if the warm store can take whole units then."""
         start = time.perf_counter()
-        whole = self._cache.tables.has_warm_room and self._cache.costs.reading_pays
+        whole = self._cache.costs.reading_pays and self._cache.make_room_for_restored()
         stop = self._cache.trigger.window_end(layer) if whole else layer + 1
         restored = sum(self._pass(self._cache.begin_restore(plan), hot) for plan in self._cache.restores(targets, stop))
         if restored:

@@ -239,11 +239,11 @@ class LayersInOneLoop(nn.Module):
         inspected = self._inspected
         if inspected is None or inspected.holder is not holder or not inspected.parts.are_unchanged():
             layers = list(holder)
-            if not all(isinstance(layer, LayerInTwoCalls) for layer in layers):
+            if len(layers) != self.config.num_hidden_layers or not all(isinstance(layer, LayerInTwoCalls) for layer in layers):
                 return None
             parts = [part for layer in layers for part in layer.modules() if part is not layer]
             wirings = [wiring for layer in layers if (wiring := _wired(layer)) is not None]
-            fit = len(wirings) == len(layers) == self.config.num_hidden_layers and len({w.sizes for w in wirings}) == 1
+            fit = len(wirings) == len(layers) and len({w.sizes for w in wirings}) == 1
             self._inspected = inspected = _InspectedLayers(
                 holder,
                 layers,
