@@ -612,12 +612,17 @@ def test_parked_blocks_take_no_fast_memory_and_come_back_as_they_were(fidelity, 
     cache.check_invariants()
 
 
-def test_parked_blocks_give_way_to_what_runs():
-    cache = make_cache(frames=20, warm_blocks=8.5)
+def with_parked_blocks(warm_blocks: float) -> AdaptiveCache:
+    cache = make_cache(frames=20, warm_blocks=warm_blocks)
     read_prompt(cache, "a", list(range(9 * PAGE)), fidelity="native")
     cache.release("a")
     read_prompt(cache, "b", [5000 + i for i in range(18 * PAGE)], fidelity="native")
     cache.release("b")
+    return cache
+
+
+def test_parked_blocks_give_way_to_what_runs():
+    cache = with_parked_blocks(8.5)
     assert sum(cache.blocks.is_parked(block) for block in cache.blocks.idle) >= 7
     read_prompt(cache, "c", [7000 + i for i in range(9 * PAGE)], fidelity="exact")
     assert cache.is_tiered("c").sum() >= 6
@@ -625,11 +630,7 @@ def test_parked_blocks_give_way_to_what_runs():
 
 
 def test_parked_blocks_give_way_to_what_is_restored():
-    cache = make_cache(frames=20, warm_blocks=9)
-    read_prompt(cache, "a", list(range(9 * PAGE)), fidelity="native")
-    cache.release("a")
-    read_prompt(cache, "b", [5000 + i for i in range(18 * PAGE)], fidelity="native")
-    cache.release("b")
+    cache = with_parked_blocks(9)
     while cache.tables.has_warm_room:
         cache._keeper.park(cache.blocks.next_idle)
     assert cache.make_room_for_restored()
