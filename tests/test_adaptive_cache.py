@@ -648,6 +648,14 @@ def test_sequences_served_exactly_are_promised_no_hot_pages():
     assert copies["exact"] > copies["bounded"] > 0
 
 
+def test_hot_pages_of_a_shared_prefix_are_promised_once():
+    cache = make_cache(frames=40, hot_max_share=0.5, **STILL)
+    prefix = list(range(15 * PAGE))
+    for number in range(7):
+        read_prompt(cache, f"reader-{number}", [*prefix, 9000 + number])
+    cache.check_invariants()
+
+
 def test_refused_admission_does_not_count_as_reuse():
     cache = make_cache(frames=20)
     text = list(range(3 * PAGE + 1))

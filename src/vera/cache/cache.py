@@ -721,7 +721,10 @@ class AdaptiveCache:
         available = self._free_bytes() + self.idle_bytes
         for name, state in self._sequences.items():
             if state.tiered and name not in without:
-                available -= max(0, self._wanted_bytes(state) - int(self.tables.device_bytes(state.block_ids).sum()))
+                missing = max(0, self._wanted_bytes(state) - int(self.tables.device_bytes(state.block_ids).sum()))
+                # What a decoding sequence misses are hot pages: those of a shared block are hot for all that read it.
+                share = (1 / self.blocks.owners[state.block_ids]).mean() if state.prompt_done else 1
+                available -= int(share * missing)
         return available
 
     def _free_bytes(self) -> int:
