@@ -637,6 +637,20 @@ def test_parked_blocks_give_way_to_what_is_restored():
     cache.check_invariants()
 
 
+def test_pages_that_are_parked_and_come_back_are_counted():
+    cache = make_cache(frames=20)
+    pages = SHAPE.layers * SHAPE.kv_heads
+    tokens = list(range(9 * PAGE + 1))
+    read_prompt(cache, "a", tokens, fidelity="native")
+    cache.release("a")
+    read_prompt(cache, "b", [5000 + i for i in range(18 * PAGE)], fidelity="native")
+    cache.release("b")
+    parked = sum(cache.blocks.is_parked(block) for block in cache.blocks.idle)
+    assert cache.tier_stats.parked_pages == parked * pages > 0
+    assert cache.admit("c", tokens, fidelity="native") == 9 * PAGE
+    assert 0 < cache.tier_stats.fetched_pages == parked * pages
+
+
 def test_sequences_served_exactly_are_promised_no_hot_pages():
     copies = {}
     for fidelity in ("bounded", "exact"):

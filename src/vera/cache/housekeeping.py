@@ -73,6 +73,10 @@ class TierStats:
     hit_promotions: int = 0
     cooled_pages: int = 0
     demoted_blocks: int = 0
+    parked_pages: int = 0
+    """Exact pages of idle blocks that left fast memory for the warm store."""
+    fetched_pages: int = 0
+    """Pages of parked blocks that came back exact."""
     released_units: int = 0
     recalibrations: int = 0
     broken_pages: int = 0
@@ -465,10 +469,7 @@ class Housekeeper:
             self._evict_parked(tables.num_windows)
         if not tables.park(block):
             return False
-        if exact:
-            self.stats.demoted_blocks += 1
-        else:
-            self.stats.cooled_pages += hot
+        self.stats.parked_pages += self._block_pages if exact else hot
         self._blocks.park(block)
         return True
 
@@ -480,12 +481,15 @@ class Housekeeper:
             self._unsketchable.add(block)
         if broken != 0:
             return False
-        if exact:
-            self.stats.promoted_pages += self._tables.pool.shape.layers * self._tables.pool.shape.kv_heads
+        self.stats.fetched_pages += self._block_pages if exact else 0
         self._blocks.fetch(block)
         return True
 
     # -- warm and cold -------------------------------------------------------------------------------------------------
+
+    @property
+    def _block_pages(self) -> int:
+        return self._tables.pool.shape.layers * self._tables.pool.shape.kv_heads
 
     def make_warm_room(self) -> bool:
         """A block's units can all be saved; releases colder ones to make it so, if they may be."""

@@ -120,8 +120,8 @@ def _pages(cache: AdaptiveCache) -> dict[str, int]:
 def _page_moves(cache: AdaptiveCache, tiers: TierStats) -> dict[tuple[str, str], int]:
     block_pages = cache.shape.layers * cache.shape.kv_heads
     return {
-        ("hot", "warm"): tiers.cooled_pages + tiers.demoted_blocks * block_pages,
-        ("warm", "hot"): tiers.promoted_pages + tiers.hit_promotions,
+        ("hot", "warm"): tiers.cooled_pages + tiers.parked_pages + tiers.demoted_blocks * block_pages,
+        ("warm", "hot"): tiers.promoted_pages + tiers.fetched_pages + tiers.hit_promotions,
         ("warm", "cold"): tiers.released_units * cache.tables.window_layers * cache.shape.kv_heads,
         ("cold", "hot"): tiers.restored_pages,
     }
