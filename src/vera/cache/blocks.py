@@ -164,7 +164,7 @@ class Blocks:
         """One more owner for each of these sealed blocks."""
         for block in blocks:
             if self.owners[block] == 0:
-                del (self._parked if self._is_parked[block] else self._idle)[block]
+                del self._queue_of(block)[block]
             self.owners[block] += 1
 
     def note_found(self, blocks: Sequence[int]) -> None:
@@ -193,7 +193,7 @@ class Blocks:
         self._was_found[block] = self._was_found[before]
         if self.owners[before] > 0:
             return None
-        del (self._parked if self._is_parked[before] else self._idle)[before]
+        del self._queue_of(before)[before]
         self._set_free(before)
         return before
 
@@ -223,7 +223,7 @@ class Blocks:
             self.owners[block] -= 1
             if self.owners[block] == 0:
                 if block in self._hash_of:
-                    (self._parked if self._is_parked[block] else self._idle)[block] = None
+                    self._queue_of(block)[block] = None
                     idle.append(block)
                 else:
                     self._set_free(block)
@@ -241,6 +241,10 @@ class Blocks:
             for _ in new:
                 self.reuse.observe(found=False)
             self._on_trial[new] = True
+
+    def _queue_of(self, block: int) -> OrderedDict[int, None]:
+        """Where a block is while it is idle."""
+        return self._parked if self._is_parked[block] else self._idle
 
     def _set_free(self, block: int) -> None:
         self._is_parked[block] = self._on_trial[block] = False

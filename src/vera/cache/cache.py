@@ -844,7 +844,7 @@ class AdaptiveCache:
         return self._keeper.park(block) or self._keeper.demote_idle(block)
 
     def _shed(self) -> bool:
-        """Cools the weakest hot pages: of a sequence that runs alone all, where several run until half of their share is left.
+        """Cools the weakest hot pages: all, where one bounded sequence runs; where several do, until half of their share is left.
 
         With fewer, each step hits pages by the hundred, which costs all of them more than it takes the last in rank to wait.
         """
