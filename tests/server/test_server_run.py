@@ -291,7 +291,7 @@ def test_tls_file_that_is_not_pem_is_named(monkeypatch, tmp_path):
 def test_collector_leaves_alone_what_loading_made():
     made = []
     try:
-        server_run.set_aside_after(lambda: made.append([{} for _ in range(1000)]))()
+        server_run.set_aside_after(lambda: made.append([[] for _ in range(1000)]))()
         young = {id(thing) for thing in gc.get_objects()}
         assert not any(id(thing) in young for thing in made[0])
     finally:
