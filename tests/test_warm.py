@@ -3,10 +3,12 @@
 import ctypes
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -563,6 +565,42 @@ def test_file_has_no_name_from_the_start(tmp_path, monkeypatch, with_o_tmpfile):
     store.view(store.allocate(1)[0]).fill_(1)
     assert list(tmp_path.iterdir()) == []
     store.close()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "sync_file_range"), reason="the system cannot be asked to write")
+def test_filled_slots_are_on_the_disk_long_before_the_system_would_write_them(tmp_path):
+    store = FileStore(SLOT, 512 * STRIDE, tmp_path)
+    if in_memory(tmp_path):
+        pytest.skip("the folder for temporary files lies in memory")
+    slots = store.allocate(512)
+    os.sync()  # the zeros that took the space
+    for slot in slots:
+        store.view(slot).fill_(1)
+    assert dirty_bytes(store.address(slots[0])) == 512 * STRIDE
+    store.filled(slots)
+    deadline = time.monotonic() + 10
+    while dirty_bytes(store.address(slots[0])) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert dirty_bytes(store.address(slots[0])) == 0
+    store.close()
+
+
+def in_memory(directory):
+    found = subprocess.run(["stat", "-f", "-c", "%T", directory], capture_output=True, text=True, check=True)
+    return found.stdout.strip() == "tmpfs"
+
+
+def dirty_bytes(address):
+    """Of the mapping that holds an address: what its file has not got yet."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if holds(line, address))
+    fields = dict(line.split(":", 1) for line in lines[at + 1 : at + 20])
+    return 1024 * sum(int(fields[name].split()[0]) for name in ("Shared_Dirty", "Private_Dirty"))
+
+
+def holds(line, address):
+    span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+    return span is not None and int(span[1], 16) <= address < int(span[2], 16)
 
 
 def test_killed_process_leaves_no_litter(tmp_path):

@@ -355,6 +355,7 @@ class TierTables:
         address = self.warm.address(slots[0])
         targets = address + np.arange(sources.size, dtype=np.int64) * self.pool.page_bytes
         copy_bytes(sources.reshape(-1), targets, self.pool.page_bytes)
+        self.warm.filled(slots)
         self.warm_slot[block, window] = slots[0]
         self.warm_address[block, window] = address
         return True
@@ -416,6 +417,8 @@ class TierTables:
         rows = self._checkpoint(block, boundary)
         rows[offset : offset + len(hidden)] = hidden
         self.checkpoint_rows[block, boundary] = offset + len(hidden)
+        if offset + len(hidden) == self._checkpoint_shape[0]:
+            self.checkpoints.filled([int(self.checkpoint_slot[block, boundary])])
 
     def keep_checkpoint_rows(self, blocks: Integers, boundary: int, offsets: Integers, hidden: Tensor, rows: Integers) -> None:
         """`keep_checkpoint` for one token of each block: at `offsets`, `[n]`, what `hidden` holds in `rows`. Each block once."""
@@ -432,6 +435,8 @@ class TierTables:
         targets = self.checkpoints.addresses(slots[kept].tolist()) + offsets[kept] * row_bytes
         copy_bytes(hidden.data_ptr() + rows[kept] * row_bytes, targets, row_bytes)
         self.checkpoint_rows[blocks[kept], boundary] += 1
+        whole = self.checkpoint_rows[blocks[kept], boundary] == self._checkpoint_shape[0]
+        self.checkpoints.filled(slots[kept][whole].tolist())
 
     def checkpoint(self, block: int, boundary: int) -> Tensor | None:
         """`[page_size, hidden]`, or None if the block has no whole one."""

@@ -12,11 +12,13 @@ import logging
 import mmap
 import os
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Protocol
 
 import numpy as np
@@ -31,6 +33,7 @@ _log = logging.getLogger(__name__)
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 _MIB = 2**20
 _RESERVE_STEP_BYTES = 2 * _MIB  # written with zeros in one go: about 4 ms
+_SYNC_FILE_RANGE_WRITE = 2  # starts to write a file's changed pages to the disk and does not wait for it
 _FILESYSTEMS_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "rootfs"}
 
 
@@ -112,6 +115,10 @@ class HostStore(Protocol):
 
     def view(self, slot: int) -> Tensor:
         """`[slot_bytes]` uint8: the slot's own memory. Must be dropped before the slot is freed or the store closed."""
+        ...
+
+    def filled(self, slots: Sequence[int]) -> None:
+        """Tells that what was written to these slots, by address or through a view, is whole; a file brings it to its disk."""
         ...
 
     def save(self, slots: Sequence[int], sources: NDArray[np.int64]) -> Transfer:
@@ -265,6 +272,9 @@ class _MappedStore:
         begin = self.address(slot) - self._base
         return torch.from_numpy(self._bytes[begin : begin + self.slot_bytes])
 
+    def filled(self, slots: Sequence[int]) -> None:
+        """Nothing to be done in memory."""
+
     def save(self, slots: Sequence[int], sources: NDArray[np.int64]) -> Transfer:
         assert len(slots) == len(sources)
         self._settle()
@@ -381,6 +391,42 @@ def take_disk_space(descriptor: int, offset: int, length: int) -> None:
         offset, length = offset + written, length - written
 
 
+class _WriteBehind:
+    """Has the system write ranges of a file to its disk at once, from a thread of its own, since a slow disk makes that wait.
+
+    Left alone the system writes them when they are half a minute old, all together: what a prompt put there costs processor time
+    in the midst of the answers. And only what is on the disk can make room when memory is short.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._ranges: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+        self._ended = False
+        self._thread: threading.Thread | None = None
+        self._sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+
+    def write(self, offset: int, length: int) -> None:
+        if self._sync_file_range is None:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="vera-write-behind", daemon=True)
+            self._thread.start()
+        self._ranges.put((offset, length))
+
+    def close(self) -> None:
+        """Ranges that are still to come are left to the system. The descriptor is not used any more."""
+        self._ended = True
+        self._ranges.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        assert self._sync_file_range is not None
+        while (one := self._ranges.get()) is not None and not self._ended:
+            offset, length = (ctypes.c_int64(number) for number in one)
+            self._sync_file_range(self._descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)  # where it fails, nothing is lost
+
+
 class FileStore(_MappedStore):
     """Slots in a mapped file without a name: whatever ends the process, nothing is left on the disk.
 
@@ -422,7 +468,9 @@ class FileStore(_MappedStore):
                 f"a file of {max_bytes / _MIB:.0f} MiB for warm pages cannot be made in {directory} ({error}); ask for less, "
                 "or name a directory on another disk"
             ) from error
-        weakref.finalize(self, self._file.close)  # a store that nobody closed is no leak
+        self._write_behind = _WriteBehind(self._file.fileno())
+        # A store that nobody closed is no leak.
+        self._let_go = weakref.finalize(self, _close_both, self._write_behind, self._file)
         super().__init__(
             mapping, slot_bytes, num_slots, copy=copy, transfer_timeout_seconds=transfer_timeout_seconds, clock=clock
         )
@@ -437,6 +485,10 @@ class FileStore(_MappedStore):
         if wanted > self._num_reserved and not self._disk_is_full:
             # What is missing shows when the slots are needed; others need the rest of the disk until then.
             self._disk_is_full = self._try_to_reserve(wanted) is not None
+
+    def filled(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._write_behind.write(slot * self._stride, self._stride)
 
     def _provide(self, num_slots: int) -> bool:
         if num_slots <= self._num_reserved:
@@ -474,7 +526,12 @@ class FileStore(_MappedStore):
     def _forget_everything(self) -> None:
         super()._forget_everything()
         self._num_reserved = 0
-        self._file.close()
+        self._let_go()
+
+
+def _close_both(write_behind: _WriteBehind, file: IO[bytes]) -> None:
+    write_behind.close()
+    file.close()
 
 
 def _stride(slot_bytes: int) -> int:
