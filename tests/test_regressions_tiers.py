@@ -23,7 +23,7 @@ from tier_engines import (
     tiered_model,
 )
 from vera.cache.recompute import BlockOf
-from vera.cache.warm import FileStore, take_disk_space
+from vera.cache.warm import FileStore, write_pieces
 from vera.config import CacheConfig
 from vera.engine.engine import Engine
 from vera.errors import ConfigError, RequestTooLong
@@ -128,29 +128,25 @@ def test_request_raised_to_exact_service_computes_again_what_was_restored_over_c
 
 
 def full_after(room: int) -> Any:
-    """Gives disk space until `room` bytes are gone."""
-    taken = 0
+    """Writes until the file has `room` bytes."""
 
-    def reserve(descriptor: int, offset: int, length: int) -> None:
-        nonlocal taken
-        if taken + length > room:
+    def write(descriptor: int, offset: int, pieces: Any) -> None:
+        if offset + pieces[:, 1].sum() > room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        take_disk_space(descriptor, offset, length)
-        taken += length
+        write_pieces(descriptor, offset, pieces)
 
-    return reserve
+    return write
 
 
 @pytest.mark.parametrize("fidelity", ["exact", "bounded"])
 @pytest.mark.parametrize("num_slots", [0, 1, 6, 7])
-def test_block_whose_units_a_full_disk_cannot_all_take_stays_exact(num_slots, fidelity, tmp_path: Path, monkeypatch):
+def test_block_whose_units_a_full_disk_cannot_all_take_stays_exact(num_slots, fidelity, tmp_path: Path):
     """A block is two units here: with room for an odd number of them the first one of a block is saved and the second is not."""
-    monkeypatch.setattr("vera.cache.warm._RESERVE_STEP_BYTES", 1)
     settings = {"warm_store": "file", "warm_dir": str(tmp_path), "attention_tolerance": 0.0}
     engine = tiered_engine(attention_backend="cpu", cache=settings)
     warm = engine.cache.tables.warm
     assert isinstance(warm, FileStore)
-    warm._reserve = full_after(num_slots * warm.slot_bytes)
+    warm._write = full_after(num_slots * warm.slot_bytes)
     request_id = engine.add_request(prompt_of(200), greedy(6), fidelity=fidelity)
     tokens = run_until(engine, request_id, 1)
     blocks = blocks_of(engine, request_id)

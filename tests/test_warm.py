@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vera.cache.warm import FileStore, RamStore, open_store, take_disk_space
+from vera.cache.warm import FileStore, RamStore, open_store, take_disk_space, write_pieces
 from vera.errors import CapacityError, ConfigError
 
 SLOT = 1000  # not a multiple of 64: slots lie 1024 bytes apart
@@ -70,7 +70,7 @@ class Clock:
 
 
 class Disk:
-    """Reserves space until `room` bytes are gone; keeps the calls."""
+    """Gives space until `room` bytes are gone; keeps the calls."""
 
     def __init__(self, room):
         self.room = room
@@ -82,6 +82,14 @@ class Disk:
             raise OSError(errno.ENOSPC, "No space left on device")
         take_disk_space(descriptor, offset, length)
         self.room -= length
+
+    def write(self, descriptor, offset, pieces):
+        length = int(pieces[:, 1].sum())
+        new = max(0, offset + length - os.fstat(descriptor).st_blocks * 512)
+        if new > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_pieces(descriptor, offset, pieces)
+        self.room -= new
 
 
 @pytest.fixture(params=["ram", "file"])
@@ -189,6 +197,26 @@ def test_page_loaded_has_the_bytes_it_was_saved_with(make):
     assert store.load([slots[i] for i in order], target_addresses).done
     assert torch.equal(targets, saved[order])
     assert all(torch.equal(store.view(slot), row) for slot, row in zip(slots, saved, strict=True))
+
+
+def test_added_pieces_lie_one_after_the_other(make):
+    store = make(8)
+    rows, sources = pages(8)
+    order = [6, 1, 3]
+    store.free([store.add(sources, 100), store.add(sources, 100)][:1])
+    slots = [store.add(sources[order] + 10, 300), store.add(sources[:1], 1000)]
+    assert slots == [0, 2]
+    assert torch.equal(store.view(0)[:900], rows[order, 10:310].reshape(-1))
+    assert torch.equal(store.view(2), rows[0])
+    assert torch.equal(store.view(1)[:800], rows[:, :100].reshape(-1))
+
+
+def test_what_is_added_finds_no_room_beyond_the_last_slot(make):
+    store = make(2)
+    sources = pages(1)[1]
+    assert [store.add(sources, SLOT) for _ in range(3)] == [0, 1, None]
+    store.free([0])
+    assert store.add(sources, SLOT) == 0
 
 
 def test_slots_keep_their_content_while_others_come_and_go(make):
@@ -387,6 +415,16 @@ class SlotLife(RuleBasedStateMachine):
         assert len(slots) == count and not blocked & set(slots)
         self.owned.update(slots)
 
+    @rule()
+    def add(self):
+        slot = self.store.add(np.array([self.device.ctypes.data]), 64)
+        blocked = self.owned | self.in_flight()
+        if slot is None:
+            assert len(blocked) == self.NUM_SLOTS
+            return
+        assert slot not in blocked
+        self.owned.add(slot)
+
     @precondition(lambda self: self.owned - self.in_flight())
     @rule(data=st.data(), direction=st.sampled_from(["save", "load"]))
     def copy(self, data, direction):
@@ -524,6 +562,77 @@ def test_last_space_of_a_disk_is_used_slot_by_slot(tmp_path):
         store.view(slot).fill_(slot)
     assert all((store.view(slot) == slot).all() for slot in range(10))
     store.close()
+
+
+def test_adding_to_a_full_disk_is_no_room_and_one_warning(tmp_path, caplog):
+    megabyte = 2**20
+    disk = Disk(room=3 * megabyte + 4096)
+    store = FileStore(megabyte, 100 * megabyte, tmp_path, reserve=disk, write=disk.write)
+    memory = np.arange(megabyte, dtype=np.uint8)
+    source = np.array([memory.ctypes.data])
+    assert [store.add(source, megabyte) for _ in range(5)] == [0, 1, 2, None, None]
+    assert (store.num_slots, store.num_used) == (3, 3)
+    [warning] = messages_with("the disk gives no more", caplog)
+    assert "No space left on device" in warning
+    store.free([1])
+    assert store.add(source, megabyte) == 1
+    assert all((store.view(slot).numpy() == memory).all() for slot in range(3))
+    store.close()
+
+
+def test_added_slots_that_are_freed_can_be_written_through_the_mapping_on_a_full_disk(tmp_path):
+    store = FileStore(2**20, 4 * 2**20, tmp_path, reserve=Disk(room=0))
+    memory = np.ones(2**18, dtype=np.uint8)
+    store.free([store.add(np.array([memory.ctypes.data]), len(memory))])
+    assert os.fstat(store._file.fileno()).st_blocks * 512 >= 2**20, "a part of the slot has no space on the disk"
+    assert store.allocate(1) == [0]
+    store.close()
+
+
+def test_file_that_may_not_grow_keeps_what_it_has(tmp_path):
+    """The system itself says no, in the middle of a slot."""
+    code = f"""
+import resource, signal
+from pathlib import Path
+import numpy as np
+from vera.cache.warm import FileStore
+store = FileStore(2**20, 8 * 2**20, Path({str(tmp_path)!r}))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 2**19, 8 * 2**20))
+rows = np.arange(2**20, dtype=np.uint8).reshape(16, -1)
+sources = rows.ctypes.data + rows.strides[0] * np.arange(16)
+resource_end = [store.add(sources, rows.strides[0]) for _ in range(3)]
+assert resource_end == [0, 1, None], resource_end
+assert all((store.view(slot).numpy() == rows.reshape(-1)).all() for slot in (0, 1))
+assert store.num_slots == 2
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_writes_that_end_early_go_on_where_they_ended(tmp_path, monkeypatch):
+    rows = np.random.default_rng(0).integers(0, 256, size=(3000, 7), dtype=np.uint8)
+    pieces = np.column_stack([rows.ctypes.data + 7 * np.arange(3000), np.full(3000, 7)])
+    counts = []
+
+    def writes_some(descriptor, address, count, offset):
+        counts.append(count)
+        parts = np.frombuffer((ctypes.c_int64 * (2 * count)).from_address(address), dtype=np.int64).reshape(-1, 2)
+        memory = b"".join(ctypes.string_at(int(start), int(length)) for start, length in parts[:300])
+        return os.pwrite(descriptor, memory[:1001], offset)
+
+    monkeypatch.setattr("vera.cache.warm._pwritev", writes_some)
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        write_pieces(file.fileno(), 5, pieces)
+        assert file.seek(5) == 5
+        assert file.read() == rows.tobytes()
+    assert max(counts) <= 1024, "the system refuses more pieces"
+
+
+def test_more_pieces_than_one_call_takes_are_written(tmp_path):
+    rows = np.random.default_rng(0).integers(0, 256, size=(3000, 7), dtype=np.uint8)
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        write_pieces(file.fileno(), 0, np.column_stack([rows.ctypes.data + 7 * np.arange(3000), np.full(3000, 7)]))
+        assert file.read() == rows.tobytes()
 
 
 def test_space_that_a_failed_step_took_is_given_back_to_the_disk(tmp_path):

@@ -323,13 +323,13 @@ class TierTables:
         return np.ravel_multi_index((pages[:, 0], pages[:, 1], pages[:, 2]), self._table.shape)
 
     def reserve(self, blocks: int, *, limit: int) -> None:
-        """Takes disk space for `blocks` more that are demoted later, and touches frames for them; up to `limit` of them wait.
+        """Takes disk space for the checkpoints of `blocks` more, and touches frames for them; up to `limit` of them wait.
 
         Either takes a step milliseconds to do when it needs it.
         """
-        for store, slots in ((self.warm, self.num_windows), (self.checkpoints, self.checkpoint_rows.shape[1])):
-            if store is not None:
-                store.reserve(blocks * slots, limit * slots)
+        if self.checkpoints is not None:
+            boundaries = self.checkpoint_rows.shape[1]
+            self.checkpoints.reserve(blocks * boundaries, limit * boundaries)
         frames = self.pool.frames
         units = frames.units_per_frame[Role.SKETCH]
         first = max(self._prepared, frames.num_touched)
@@ -348,16 +348,12 @@ class TierTables:
 
     def save_unit(self, block: int, window: int, sources: Integers) -> bool:
         """Makes a cold unit warm from pages at `sources`, `[layers of the window, kv_heads]`. False: no room in the store."""
-        slots = self.warm.allocate(1) if self.warm is not None else None
-        if slots is None:
+        slot = self.warm.add(sources.reshape(-1), self.pool.page_bytes) if self.warm is not None else None
+        if slot is None:
             return False
         assert self.warm is not None and self.warm_slot[block, window] < 0
-        address = self.warm.address(slots[0])
-        targets = address + np.arange(sources.size, dtype=np.int64) * self.pool.page_bytes
-        copy_bytes(sources.reshape(-1), targets, self.pool.page_bytes)
-        self.warm.filled(slots)
-        self.warm_slot[block, window] = slots[0]
-        self.warm_address[block, window] = address
+        self.warm_slot[block, window] = slot
+        self.warm_address[block, window] = self.warm.address(slot)
         return True
 
     def free(self, blocks: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ out are *transfers*: beside a GPU they take their time, on a CPU they are done a
 from __future__ import annotations
 
 import ctypes
+import errno
 import heapq
 import logging
 import mmap
@@ -26,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vera.attention import copy_bytes
 from vera.errors import CapacityError, ConfigError
 
 _log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ _log = logging.getLogger(__name__)
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 _MIB = 2**20
 _RESERVE_STEP_BYTES = 2 * _MIB  # written with zeros in one go: about 4 ms
+_MOST_PIECES = 1024  # that one call writes: IOV_MAX
 _SYNC_FILE_RANGE_WRITE = 2  # starts to write a file's changed pages to the disk and does not wait for it
 _FILESYSTEMS_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "rootfs"}
 
@@ -97,6 +100,13 @@ class HostStore(Protocol):
         """`count` slots, the lowest that are free; their content is undefined. None: no room, nothing changed."""
         ...
 
+    def add(self, sources: NDArray[np.int64], num_bytes: int) -> int | None:
+        """A slot with the `num_bytes` from each of these addresses, one after the other; what is behind them is undefined.
+
+        None: no room, nothing changed.
+        """
+        ...
+
     def reserve(self, count: int, limit: int) -> None:
         """Takes memory or disk for `count` slots to come, as long as no more than `limit` wait; they are handed out fast."""
         ...
@@ -147,9 +157,8 @@ class _Finished:
 
 
 def copy_now(targets: NDArray[np.int64], sources: NDArray[np.int64], num_bytes: int) -> Transfer:
-    """Copies in this thread; done when it returns."""
-    for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
-        ctypes.memmove(target, source, num_bytes)
+    """Copies before it returns."""
+    copy_bytes(sources, targets, num_bytes)
     return _Finished()
 
 
@@ -243,6 +252,14 @@ class _MappedStore:
         self._untouched = num_touched
         self._owned.update(slots)
         return slots
+
+    def add(self, sources: NDArray[np.int64], num_bytes: int) -> int | None:
+        assert len(sources) * num_bytes <= self.slot_bytes
+        slots = self.allocate(1)
+        if slots is None:
+            return None
+        copy_bytes(sources, self.address(slots[0]) + num_bytes * np.arange(len(sources), dtype=np.int64), num_bytes)
+        return slots[0]
 
     def reserve(self, count: int, limit: int) -> None:
         """Nothing to be done where memory comes when it is touched."""
@@ -391,6 +408,35 @@ def take_disk_space(descriptor: int, offset: int, length: int) -> None:
         offset, length = offset + written, length - written
 
 
+def write_pieces(descriptor: int, offset: int, pieces: NDArray[np.int64]) -> None:
+    """Writes memory to a file from `offset` on: `pieces`, `[n, 2]`, are address and length of each part, in order.
+
+    Raises OSError if the disk is full; a part may have been written then. Unlike a write through a mapping, which a full disk
+    answers with SIGBUS, it needs no space that was written before.
+    """
+    left = np.array(pieces, dtype=np.int64, order="C")
+    while len(left):
+        some = left[:_MOST_PIECES]
+        written = _pwritev(descriptor, some.ctypes.data, len(some), offset)
+        if written <= 0:
+            code = ctypes.get_errno() if written < 0 else errno.EIO
+            if code == errno.EINTR:
+                continue
+            assert code != errno.EFAULT, "memory is written to a file that is not there"
+            raise OSError(code, os.strerror(code))
+        ends = np.cumsum(some[:, 1])
+        whole = int(np.searchsorted(ends, written, side="right"))
+        left, offset = left[whole:], offset + written
+        begun = written - (int(ends[whole - 1]) if whole else 0)
+        if begun:
+            left[0] += begun, -begun
+
+
+_pwritev = ctypes.CDLL(None, use_errno=True).pwritev
+_pwritev.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+_pwritev.restype = ctypes.c_ssize_t
+
+
 class _WriteBehind:
     """Has the system write ranges of a file to its disk at once, from a thread of its own, since a slow disk makes that wait.
 
@@ -430,8 +476,9 @@ class _WriteBehind:
 class FileStore(_MappedStore):
     """Slots in a mapped file without a name: whatever ends the process, nothing is left on the disk.
 
-    Disk space is reserved before a slot is handed out, so a full disk is no room, never a fault in the middle of a write; from
-    then on the store makes do with the slots it has. (A file system that never writes in place, such as ZFS, cannot promise it.)
+    A full disk is no room, never a fault in the middle of a write: `add` writes through the file and not through the mapping, and
+    for other slots disk space is taken before they are handed out (which a file system that never writes in place, such as ZFS,
+    cannot promise). From then on the store makes do with the slots it has.
     """
 
     kind = "file"
@@ -443,11 +490,12 @@ class FileStore(_MappedStore):
         directory: Path,
         *,
         reserve: Callable[[int, int, int], None] = take_disk_space,
+        write: Callable[[int, int, NDArray[np.int64]], None] = write_pieces,
         copy: Copy = copy_now,
         transfer_timeout_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """As for RamStore; `reserve(fd, offset, length)` takes disk space or raises OSError.
+        """As for RamStore; `reserve(fd, offset, length)` takes disk space, `write` is `write_pieces`; either may raise OSError.
 
         Raises ConfigError if no file can be made in `directory`, CapacityError if `max_bytes` is below a slot or more than a
         file there can hold.
@@ -455,6 +503,8 @@ class FileStore(_MappedStore):
         num_slots = _slots_within(slot_bytes, max_bytes)
         self._directory = directory
         self._reserve = reserve
+        self._write = write
+        self._zeros = np.zeros(_stride(slot_bytes), dtype=np.uint8)
         self._num_reserved = 0
         self._disk_is_full = False
         self._step_slots = max(1, _RESERVE_STEP_BYTES // _stride(slot_bytes))
@@ -486,6 +536,29 @@ class FileStore(_MappedStore):
             # What is missing shows when the slots are needed; others need the rest of the disk until then.
             self._disk_is_full = self._try_to_reserve(wanted) is not None
 
+    def add(self, sources: NDArray[np.int64], num_bytes: int) -> int | None:
+        assert self._mapping is not None and len(sources) * num_bytes <= self.slot_bytes
+        self._settle()
+        slot = self._free[0] if self._free else self._untouched
+        if slot == self.num_slots:
+            return None
+        pieces = np.column_stack([sources, np.full_like(sources, num_bytes)])
+        if slot == self._num_reserved:  # all of a slot must be on the disk before others may write to it through the mapping
+            rest = self._stride - pieces[:, 1].sum()
+            pieces = np.vstack([pieces, [self._zeros.ctypes.data, rest]])
+        try:
+            self._write(self._file.fileno(), slot * self._stride, pieces)
+        except OSError as error:
+            if slot == self._num_reserved:
+                self._end_at(self._num_reserved)
+            self._no_more(error)
+            return None
+        self._num_reserved = max(self._num_reserved, slot + 1)
+        taken = self.allocate(1)
+        assert taken == [slot]
+        self.filled(taken)
+        return slot
+
     def filled(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._write_behind.write(slot * self._stride, self._stride)
@@ -500,6 +573,13 @@ class FileStore(_MappedStore):
             error = self._try_to_reserve(num_slots)
         if error is None:
             return True
+        self._no_more(error)
+        return False
+
+    def _no_more(self, error: OSError) -> None:
+        """From now on the slots that there are must do."""
+        if self.num_slots == self._num_reserved:
+            return
         self.num_slots = self._num_reserved
         _log.warning(
             "the warm pages in %s stay at %.1f MiB, because the disk gives no more (%s); make room there or name a directory on "
@@ -508,20 +588,21 @@ class FileStore(_MappedStore):
             self.reserved_bytes / _MIB,
             error,
         )
-        return False
 
     def _try_to_reserve(self, num_slots: int) -> OSError | None:
         """Reserves disk space up to this slot. What it failed with: nothing more is reserved than before."""
-        before, after = self.reserved_bytes, num_slots * self._stride
+        before = self.reserved_bytes
         try:
-            self._reserve(self._file.fileno(), before, after - before)
+            self._reserve(self._file.fileno(), before, num_slots * self._stride - before)
         except OSError as error:
-            # A file system may have reserved a part; let it go, others need the disk too.
-            self._file.truncate(before)
-            self._file.truncate(len(self._bytes))
+            self._end_at(self._num_reserved)
             return error
         self._num_reserved = num_slots
         return None
+
+    def _end_at(self, num_slots: int) -> None:
+        """Lets go of what a file system may have taken beyond these slots; others need the disk too."""
+        self._file.truncate(num_slots * self._stride)  # it grows again with what is written
 
     def _forget_everything(self) -> None:
         super()._forget_everything()
