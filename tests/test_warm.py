@@ -592,7 +592,7 @@ def test_added_slots_that_are_freed_can_be_written_through_the_mapping_on_a_full
 def test_file_that_may_not_grow_keeps_what_it_has(tmp_path):
     """The system itself says no, in the middle of a slot."""
     code = f"""
-import resource, signal
+import os, resource, signal
 from pathlib import Path
 import numpy as np
 from vera.cache.warm import FileStore
@@ -601,10 +601,11 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 2**19, 8 * 2**20))
 rows = np.arange(2**20, dtype=np.uint8).reshape(16, -1)
 sources = rows.ctypes.data + rows.strides[0] * np.arange(16)
-resource_end = [store.add(sources, rows.strides[0]) for _ in range(3)]
-assert resource_end == [0, 1, None], resource_end
+slots = [store.add(sources, rows.strides[0]) for _ in range(3)]
+assert slots == [0, 1, None], slots
 assert all((store.view(slot).numpy() == rows.reshape(-1)).all() for slot in (0, 1))
 assert store.num_slots == 2
+assert os.fstat(store._file.fileno()).st_size == 2 * 2**20, "others need the rest of the disk"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -618,7 +619,7 @@ def test_writes_that_end_early_go_on_where_they_ended(tmp_path, monkeypatch):
         counts.append(count)
         parts = np.frombuffer((ctypes.c_int64 * (2 * count)).from_address(address), dtype=np.int64).reshape(-1, 2)
         memory = b"".join(ctypes.string_at(int(start), int(length)) for start, length in parts[:300])
-        return os.pwrite(descriptor, memory[:1001], offset)
+        return os.pwrite(descriptor, memory[:1000], offset)
 
     monkeypatch.setattr("vera.cache.warm._pwritev", writes_some)
     with tempfile.TemporaryFile(dir=tmp_path) as file:
