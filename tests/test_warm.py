@@ -397,10 +397,13 @@ class SlotLife(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.gate, self.clock = Gate(), Clock()
-        self.store = RamStore(64, self.NUM_SLOTS * 64, copy=self.gate, clock=self.clock, transfer_timeout_seconds=TIMEOUT)
+        self.store = self.opened(copy=self.gate, clock=self.clock, transfer_timeout_seconds=TIMEOUT)
         self.device = np.zeros((self.NUM_SLOTS, 64), dtype=np.uint8)
         self.owned: set[int] = set()
         self.flights: list[tuple[GatedTransfer, set[int]]] = []
+
+    def opened(self, **options):
+        return RamStore(64, self.NUM_SLOTS * 64, **options)
 
     def in_flight(self):
         return {slot for transfer, slots in self.flights if not transfer.done and not transfer.abandoned for slot in slots}
@@ -471,6 +474,32 @@ class SlotLife(RuleBasedStateMachine):
 
 TestSlotLife = SlotLife.TestCase
 TestSlotLife.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+class FileSlotLife(SlotLife):
+    """The same in a file, whose disk may say no to what is added."""
+
+    def opened(self, **options):
+        self.refusing = False
+        return FileStore(64, self.NUM_SLOTS * 64, Path(tempfile.gettempdir()), write=self.write, **options)
+
+    def write(self, descriptor, offset, pieces):
+        if self.refusing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_pieces(descriptor, offset, pieces)
+
+    @precondition(lambda self: self.owned)
+    @rule()
+    def fail_to_add_to_a_used_slot(self):
+        free = sorted(set(range(max(self.owned) + 1)) - self.owned - self.in_flight())
+        if free:
+            self.refusing = True
+            assert self.store.add(np.array([self.device.ctypes.data]), 64) is None
+            self.refusing = False
+
+
+TestFileSlotLife = FileSlotLife.TestCase
+TestFileSlotLife.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -580,6 +609,61 @@ def test_adding_to_a_full_disk_is_no_room_and_one_warning(tmp_path, caplog):
     store.close()
 
 
+def test_failed_write_to_a_used_slot_leaves_all_others(tmp_path, caplog):
+    """As where a file system never writes in place."""
+    refusing = False
+
+    def write(descriptor, offset, pieces):
+        if refusing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_pieces(descriptor, offset, pieces)
+
+    store = FileStore(SLOT, 4 * STRIDE, tmp_path, write=write)
+    rows, sources = pages(4)
+    assert [store.add(sources[i : i + 1], SLOT) for i in range(3)] == [0, 1, 2]
+    store.free([0])
+    refusing = True
+    assert store.add(sources[3:], SLOT) is store.add(sources[3:], SLOT) is None
+    assert all(torch.equal(store.view(slot), rows[slot]) for slot in (1, 2))
+    assert store.num_used == 2
+    assert len(messages_with("the disk gives no more", caplog)) == 1
+    store.check_invariants()
+    refusing = False
+    assert [store.add(sources[3:], SLOT) for _ in range(3)] == [0, 3, None]
+    store.close()
+
+
+def test_units_of_as_many_pages_as_one_call_takes_leave_nothing_to_write(tmp_path):
+    store = FileStore(1024 * 64, 4 * 1024 * 64, tmp_path)
+    rows = np.random.default_rng(0).integers(0, 256, size=(1024, 64), dtype=np.uint8)
+    slot = store.add(rows.ctypes.data + 64 * np.arange(1024), 64)
+    assert np.array_equal(store.view(slot).numpy(), rows.reshape(-1))
+    store.close()
+
+
+def test_added_units_are_sent_to_the_disk(tmp_path, monkeypatch):
+    ranges = []
+    monkeypatch.setattr("vera.cache.warm._WriteBehind.write", lambda _, offset, length: ranges.append((offset, length)))
+    store = FileStore(SLOT, 4 * STRIDE, tmp_path)
+    for _ in range(3):
+        store.add(pages(1)[1], SLOT)
+    assert ranges == [(0, STRIDE), (STRIDE, STRIDE), (2 * STRIDE, STRIDE)]
+    store.close()
+
+
+def test_without_another_thread_the_system_writes_in_its_own_time(tmp_path, monkeypatch):
+    def refused(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refused)
+    before = num_descriptors()
+    store = FileStore(SLOT, 4 * STRIDE, tmp_path)
+    rows, sources = pages(1)
+    assert torch.equal(store.view(store.add(sources, SLOT)), rows[0])
+    store.close()
+    assert num_descriptors() == before
+
+
 def test_added_slots_that_are_freed_can_be_written_through_the_mapping_on_a_full_disk(tmp_path):
     store = FileStore(2**20, 4 * 2**20, tmp_path, reserve=Disk(room=0))
     memory = np.ones(2**18, dtype=np.uint8)
@@ -686,7 +770,7 @@ def test_filled_slots_are_on_the_disk_long_before_the_system_would_write_them(tm
     os.sync()  # the zeros that took the space
     for slot in slots:
         store.view(slot).fill_(1)
-    assert dirty_bytes(store.address(slots[0])) == 512 * STRIDE
+    assert dirty_bytes(store.address(slots[0])) > 0
     store.filled(slots)
     deadline = time.monotonic() + 10
     while dirty_bytes(store.address(slots[0])) and time.monotonic() < deadline:
@@ -733,8 +817,20 @@ input()
 def test_closed_file_frees_its_descriptors(tmp_path):
     before = num_descriptors()
     store = FileStore(SLOT, 4 * STRIDE, tmp_path)
-    store.allocate(4)
+    store.allocate(3)
+    store.add(pages(1)[1], SLOT)
     store.close()
+    assert num_descriptors() == before
+
+
+def test_file_that_nobody_closed_frees_its_descriptors(tmp_path):
+    before = num_descriptors()
+    store = FileStore(SLOT, 4 * STRIDE, tmp_path)
+    store.add(pages(1)[1], SLOT)
+    del store
+    deadline = time.monotonic() + 10
+    while num_descriptors() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert num_descriptors() == before
 
 

@@ -414,7 +414,7 @@ def write_pieces(descriptor: int, offset: int, pieces: NDArray[np.int64]) -> Non
     Raises OSError if the disk is full; a part may have been written then. Unlike a write through a mapping, which a full disk
     answers with SIGBUS, it needs no space that was written before.
     """
-    left = np.array(pieces, dtype=np.int64, order="C")
+    left = np.array(pieces[pieces[:, 1] > 0], dtype=np.int64, order="C")
     while len(left):
         some = left[:_MOST_PIECES]
         written = _pwritev(descriptor, some.ctypes.data, len(some), offset)
@@ -447,38 +447,58 @@ class _WriteBehind:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._ranges: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
-        self._ended = False
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+        self._can = hasattr(ctypes.CDLL(None), "sync_file_range")
 
     def write(self, offset: int, length: int) -> None:
-        if self._sync_file_range is None:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="vera-write-behind", daemon=True)
-            self._thread.start()
-        self._ranges.put((offset, length))
+        if self._thread is None and self._can:
+            self._start()
+        if self._can:
+            self._ranges.put((offset, length))
+
+    def end(self) -> None:
+        """Ranges that are still to come are left to the system. Does not wait: the collector may call it, in any thread."""
+        self._ended.set()
+        self._ranges.put(None)
 
     def close(self) -> None:
-        """Ranges that are still to come are left to the system. The descriptor is not used any more."""
-        self._ended = True
-        self._ranges.put(None)
+        """Returns when the thread has ended."""
+        self.end()
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self) -> None:
-        assert self._sync_file_range is not None
-        while (one := self._ranges.get()) is not None and not self._ended:
+    def _start(self) -> None:
+        descriptor = os.dup(self._descriptor)  # the thread's own: the file may be closed before it has ended
+        thread = threading.Thread(
+            target=_write_ranges, args=(descriptor, self._ranges, self._ended), name="vera-write-behind", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads may be had, and the system writes in its own time
+            os.close(descriptor)
+            self._can = False
+        else:
+            self._thread = thread
+
+
+def _write_ranges(descriptor: int, ranges: SimpleQueue[tuple[int, int] | None], ended: threading.Event) -> None:
+    sync_file_range = ctypes.CDLL(None).sync_file_range
+    try:
+        while (one := ranges.get()) is not None and not ended.is_set():
             offset, length = (ctypes.c_int64(number) for number in one)
-            self._sync_file_range(self._descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)  # where it fails, nothing is lost
+            sync_file_range(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
+    finally:
+        os.close(descriptor)
 
 
 class FileStore(_MappedStore):
     """Slots in a mapped file without a name: whatever ends the process, nothing is left on the disk.
 
     A full disk is no room, never a fault in the middle of a write: `add` writes through the file and not through the mapping, and
-    for other slots disk space is taken before they are handed out (which a file system that never writes in place, such as ZFS,
-    cannot promise). From then on the store makes do with the slots it has.
+    for other slots disk space is taken before they are handed out. From then on the store makes do with the slots it has. That
+    asks for a disk of this machine: a file system that never writes in place, such as ZFS, cannot promise it for other slots,
+    and one over a network may take what it is given and find later that there is no room.
     """
 
     kind = "file"
@@ -519,8 +539,9 @@ class FileStore(_MappedStore):
                 "or name a directory on another disk"
             ) from error
         self._write_behind = _WriteBehind(self._file.fileno())
-        # A store that nobody closed is no leak.
-        self._let_go = weakref.finalize(self, _close_both, self._write_behind, self._file)
+        weakref.finalize(self, self._file.close)  # a store that nobody closed is no leak
+        weakref.finalize(self, self._write_behind.end)
+        self._has_told = False
         super().__init__(
             mapping, slot_bytes, num_slots, copy=copy, transfer_timeout_seconds=transfer_timeout_seconds, clock=clock
         )
@@ -539,24 +560,28 @@ class FileStore(_MappedStore):
     def add(self, sources: NDArray[np.int64], num_bytes: int) -> int | None:
         assert self._mapping is not None and len(sources) * num_bytes <= self.slot_bytes
         self._settle()
-        slot = self._free[0] if self._free else self._untouched
-        if slot == self.num_slots:
+        if not self._free and self._untouched == self.num_slots:
             return None
+        slot = heapq.heappop(self._free) if self._free else self._untouched
+        grows = slot == self._num_reserved
         pieces = np.column_stack([sources, np.full_like(sources, num_bytes)])
-        if slot == self._num_reserved:  # all of a slot must be on the disk before others may write to it through the mapping
-            rest = self._stride - pieces[:, 1].sum()
+        if grows:  # all of a slot must be on the disk before others may write to it through the mapping
+            rest = self._stride - len(sources) * num_bytes
             pieces = np.vstack([pieces, [self._zeros.ctypes.data, rest]])
         try:
             self._write(self._file.fileno(), slot * self._stride, pieces)
         except OSError as error:
-            if slot == self._num_reserved:
+            if slot < self._untouched:
+                heapq.heappush(self._free, slot)
+            if grows:
                 self._end_at(self._num_reserved)
-            self._no_more(error)
+                self.num_slots = self._num_reserved
+            self._tell(error)
             return None
         self._num_reserved = max(self._num_reserved, slot + 1)
-        taken = self.allocate(1)
-        assert taken == [slot]
-        self.filled(taken)
+        self._untouched = max(self._untouched, slot + 1)
+        self._owned.add(slot)
+        self.filled([slot])
         return slot
 
     def filled(self, slots: Sequence[int]) -> None:
@@ -573,14 +598,14 @@ class FileStore(_MappedStore):
             error = self._try_to_reserve(num_slots)
         if error is None:
             return True
-        self._no_more(error)
+        self.num_slots = self._num_reserved
+        self._tell(error)
         return False
 
-    def _no_more(self, error: OSError) -> None:
-        """From now on the slots that there are must do."""
-        if self.num_slots == self._num_reserved:
+    def _tell(self, error: OSError) -> None:
+        if self._has_told:
             return
-        self.num_slots = self._num_reserved
+        self._has_told = True
         _log.warning(
             "the warm pages in %s stay at %.1f MiB, because the disk gives no more (%s); make room there or name a directory on "
             "another disk, then restart",
@@ -607,12 +632,8 @@ class FileStore(_MappedStore):
     def _forget_everything(self) -> None:
         super()._forget_everything()
         self._num_reserved = 0
-        self._let_go()
-
-
-def _close_both(write_behind: _WriteBehind, file: IO[bytes]) -> None:
-    write_behind.close()
-    file.close()
+        self._write_behind.close()
+        self._file.close()
 
 
 def _stride(slot_bytes: int) -> int:
