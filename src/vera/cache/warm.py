@@ -574,7 +574,7 @@ class FileStore(_MappedStore):
             if slot < self._untouched:
                 heapq.heappush(self._free, slot)
             if grows:
-                self._end_at(self._num_reserved)
+                self._let_go_of_the_rest()
                 self.num_slots = self._num_reserved
             self._tell(error)
             return None
@@ -620,14 +620,14 @@ class FileStore(_MappedStore):
         try:
             self._reserve(self._file.fileno(), before, num_slots * self._stride - before)
         except OSError as error:
-            self._end_at(self._num_reserved)
+            self._let_go_of_the_rest()
             return error
         self._num_reserved = num_slots
         return None
 
-    def _end_at(self, num_slots: int) -> None:
-        """Lets go of what a file system may have taken beyond these slots; others need the disk too."""
-        self._file.truncate(num_slots * self._stride)  # it grows again with what is written
+    def _let_go_of_the_rest(self) -> None:
+        """A file system may have taken a part of what it then refused; others need the disk too."""
+        self._file.truncate(self.reserved_bytes)  # it grows again with what is written
 
     def _forget_everything(self) -> None:
         super()._forget_everything()
