@@ -13,6 +13,14 @@ namespace {
 constexpr int kTileRows = 4;
 constexpr int kTileOutputs = kRegisters == 32 ? 6 : 3;
 constexpr int kLineBytes = 64;
+constexpr size_t kStride = 4 * kWidth;  // inputs between fetches
+// Inputs of a row that are read at a time: kTileRows times as many take less than half of the first-level cache.
+constexpr size_t kPartInputs = 768;
+// Outputs that all rows are multiplied with in turn: their weights stay in the second-level cache meanwhile.
+constexpr int kGroupOutputs = 12;
+constexpr size_t kGroupBytes = 64 * 1024;
+
+VERA_INLINE size_t most(size_t a, size_t b) { return a > b ? a : b; }
 
 // The first `count` floats of a vector; the others are zero.
 template <class T>
@@ -27,34 +35,58 @@ VERA_INLINE Vec load_part(const T* p, size_t count) {
 struct Ahead {
   const char* next;
   const char* end;
-  int lines_per_step;
+  int lines_per_stride;
+
+  VERA_INLINE void fetch() {
+    if (next >= end) return;
+    for (int line = 0; line < lines_per_stride; ++line, next += kLineBytes) prefetch(next);
+  }
 };
 
-// Adds one vector of inputs to all sums.
+// Adds one vector of inputs to all sums. The side with fewer vectors is held in registers while the other one streams: with four
+// rows held beside three outputs, 16 registers do not suffice.
 template <int rows, int outputs, class Column, class Factor>
 VERA_INLINE void add_products(Vec* sums, Column column, Factor factor) {
-  Vec columns[rows];
-  for (int r = 0; r < rows; ++r) columns[r] = column(r);
-  for (int o = 0; o < outputs; ++o) {
-    const Vec weights = factor(o);
-    for (int r = 0; r < rows; ++r) sums[o * rows + r] = fma(weights, columns[r], sums[o * rows + r]);
+  if constexpr (rows <= outputs) {
+    Vec columns[rows];
+    for (int r = 0; r < rows; ++r) columns[r] = column(r);
+    for (int o = 0; o < outputs; ++o) {
+      const Vec weights = factor(o);
+      for (int r = 0; r < rows; ++r) sums[o * rows + r] = fma(weights, columns[r], sums[o * rows + r]);
+    }
+  } else {
+    Vec weights[outputs];
+    for (int o = 0; o < outputs; ++o) weights[o] = factor(o);
+    for (int r = 0; r < rows; ++r) {
+      const Vec x = column(r);
+      for (int o = 0; o < outputs; ++o) sums[o * rows + r] = fma(weights[o], x, sums[o * rows + r]);
+    }
   }
 }
 
+// Inputs [begin, end) of one tile. Sums that are not complete wait in `carried`.
 template <class T, int rows, int outputs>
-VERA_INLINE void tile(const LinearTask& task, int row, int output, Ahead& ahead) {
+VERA_INLINE void tile(const LinearTask& task, int row, int output, size_t begin, size_t end, Vec* carried, Ahead& ahead) {
   const size_t inputs = size_t(task.inputs);
   const float* x = task.x + size_t(row) * inputs;
   const T* weight = static_cast<const T*>(weights_of(task, output));
   constexpr int kSums = (rows * outputs + 3) / 4 * 4;  // store_sums takes four
   Vec sums[kSums];
-  for (Vec& entry : sums) entry = broadcast(0.0f);
-  const int lines = ahead.next < ahead.end ? ahead.lines_per_step : 0;
-  size_t i = 0;
-  for (; i + kWidth <= inputs; i += kWidth) {
-    for (int line = 0; line < lines; ++line, ahead.next += kLineBytes) prefetch(ahead.next);
+  for (int s = 0; s < kSums; ++s) sums[s] = begin == 0 || s >= rows * outputs ? broadcast(0.0f) : carried[s];
+  const auto add = [&](size_t i) {
     add_products<rows, outputs>(
         sums, [&](int r) { return load(x + r * inputs + i); }, [&](int o) { return load(weight + o * inputs + i); });
+  };
+  size_t i = begin;
+  for (; i + kStride <= end; i += kStride) {
+    ahead.fetch();
+#pragma GCC unroll 4
+    for (size_t step = 0; step < kStride; step += kWidth) add(i + step);
+  }
+  for (; i + kWidth <= end; i += kWidth) add(i);
+  if (end < inputs) {
+    for (int s = 0; s < rows * outputs; ++s) carried[s] = sums[s];
+    return;
   }
   if (i < inputs)
     add_products<rows, outputs>(
@@ -73,33 +105,48 @@ VERA_INLINE void tile(const LinearTask& task, int row, int output, Ahead& ahead)
   }
 }
 
-// All rows against the same rows of W, which stay in the nearest caches meanwhile; those at `next` are fetched.
-template <class T, int outputs>
-void all_rows(const LinearTask& task, int output, const void* next) {
-  const size_t bytes = size_t(outputs) * size_t(task.inputs) * sizeof(T);
-  const size_t steps = size_t((task.rows + kTileRows - 1) / kTileRows) * size_t((task.inputs + kWidth - 1) / kWidth);
-  const size_t lines = (bytes + kLineBytes - 1) / kLineBytes;
+// Outputs [begin, end) of some rows. Their inputs stay in the first-level cache, part by part, while W streams out of the second.
+template <class T, int rows>
+void some_rows(const LinearTask& task, int row, int begin, int end, Ahead& ahead) {
+  Vec carried[kTileRows * kGroupOutputs];
+  const size_t inputs = size_t(task.inputs);
+  const size_t part = task.rows <= kTileRows ? inputs : kPartInputs;
+  for (size_t first = 0; first < inputs; first += part) {
+    const size_t last = first + part < inputs ? first + part : inputs;
+    Vec* sums = carried;
+    int output = begin;
+    for (; output + kTileOutputs <= end; output += kTileOutputs, sums += rows * kTileOutputs)
+      tile<T, rows, kTileOutputs>(task, row, output, first, last, sums, ahead);
+    for (; output < end; ++output, sums += rows) tile<T, rows, 1>(task, row, output, first, last, sums, ahead);
+  }
+}
+
+// All rows against the same rows of W; as many bytes at `next` are fetched.
+template <class T>
+void all_rows(const LinearTask& task, int begin, int end, const void* next) {
+  const size_t bytes = size_t(end - begin) * size_t(task.inputs) * sizeof(T);
+  const size_t tiles = size_t((end - begin + kTileOutputs - 1) / kTileOutputs) * size_t((task.rows + kTileRows - 1) / kTileRows);
+  const size_t strides = tiles * most(1, size_t(task.inputs) / kStride), lines = (bytes + kLineBytes - 1) / kLineBytes;
   Ahead ahead{};
-  if (next != nullptr)
-    ahead = {static_cast<const char*>(next), static_cast<const char*>(next) + bytes, int((lines + steps - 1) / steps)};
+  if (next != nullptr) ahead = {static_cast<const char*>(next), static_cast<const char*>(next) + bytes, int((lines + strides - 1) / strides)};
   for (int row = 0; row < task.rows; row += kTileRows) {
     switch (task.rows - row) {
-      case 1: tile<T, 1, outputs>(task, row, output, ahead); break;
-      case 2: tile<T, 2, outputs>(task, row, output, ahead); break;
-      case 3: tile<T, 3, outputs>(task, row, output, ahead); break;
-      default: tile<T, 4, outputs>(task, row, output, ahead);
+      case 1: some_rows<T, 1>(task, row, begin, end, ahead); break;
+      case 2: some_rows<T, 2>(task, row, begin, end, ahead); break;
+      case 3: some_rows<T, 3>(task, row, begin, end, ahead); break;
+      default: some_rows<T, 4>(task, row, begin, end, ahead);
     }
   }
 }
 
 template <class T>
 void all_outputs(const LinearTask& task) {
-  const int last = task.last_output;
-  const auto after = [&](int output) { return output < last ? weights_of(task, output) : task.ahead; };
-  int output = task.first_output;
-  for (; output + kTileOutputs <= last; output += kTileOutputs)
-    all_rows<T, kTileOutputs>(task, output, after(output + kTileOutputs));
-  for (; output < last; ++output) all_rows<T, 1>(task, output, after(output + 1));
+  const int fit = int(kGroupBytes / (size_t(task.inputs) * sizeof(T))) / kTileOutputs * kTileOutputs;
+  const int size = fit < kTileOutputs || task.rows <= kTileRows ? kTileOutputs : fit > kGroupOutputs ? kGroupOutputs : fit;
+  for (int begin = task.first_output; begin < task.last_output; begin += size) {
+    const int end = begin + size < task.last_output ? begin + size : task.last_output;
+    all_rows<T>(task, begin, end, end < task.last_output ? weights_of(task, end) : task.ahead);
+  }
 }
 
 }  // namespace
