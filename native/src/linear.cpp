@@ -16,9 +16,9 @@ constexpr int kLineBytes = 64;
 constexpr size_t kStride = 4 * kWidth;  // inputs between fetches
 // Inputs of a row that are read at a time: kTileRows times as many take less than half of the first-level cache.
 constexpr size_t kPartInputs = 768;
-// Outputs that all rows are multiplied with in turn: their weights stay in the second-level cache meanwhile.
+// Outputs that all rows are multiplied with in turn, if their weights take so little of the second-level cache; else a tile's.
 constexpr int kGroupOutputs = 12;
-constexpr size_t kGroupBytes = 64 * 1024;
+constexpr size_t kGroupBytes = 96 * 1024;
 
 VERA_INLINE size_t most(size_t a, size_t b) { return a > b ? a : b; }
 
@@ -128,7 +128,8 @@ void all_rows(const LinearTask& task, int begin, int end, const void* next) {
   const size_t tiles = size_t((end - begin + kTileOutputs - 1) / kTileOutputs) * size_t((task.rows + kTileRows - 1) / kTileRows);
   const size_t strides = tiles * most(1, size_t(task.inputs) / kStride), lines = (bytes + kLineBytes - 1) / kLineBytes;
   Ahead ahead{};
-  if (next != nullptr) ahead = {static_cast<const char*>(next), static_cast<const char*>(next) + bytes, int((lines + strides - 1) / strides)};
+  if (next != nullptr)
+    ahead = {static_cast<const char*>(next), static_cast<const char*>(next) + bytes, int((lines + strides - 1) / strides)};
   for (int row = 0; row < task.rows; row += kTileRows) {
     switch (task.rows - row) {
       case 1: some_rows<T, 1>(task, row, begin, end, ahead); break;
@@ -141,8 +142,10 @@ void all_rows(const LinearTask& task, int begin, int end, const void* next) {
 
 template <class T>
 void all_outputs(const LinearTask& task) {
-  const int fit = int(kGroupBytes / (size_t(task.inputs) * sizeof(T))) / kTileOutputs * kTileOutputs;
-  const int size = fit < kTileOutputs || task.rows <= kTileRows ? kTileOutputs : fit > kGroupOutputs ? kGroupOutputs : fit;
+  // Few rows read W once: it is fetched in small steps, which begin soonest. Of long rows as many as the cache keeps.
+  const size_t fit = kGroupBytes / (size_t(task.inputs) * sizeof(T));
+  const bool small = task.rows <= kTileRows || fit < size_t(kGroupOutputs);
+  const int size = small ? kTileOutputs : kGroupOutputs;
   for (int begin = task.first_output; begin < task.last_output; begin += size) {
     const int end = begin + size < task.last_output ? begin + size : task.last_output;
     all_rows<T>(task, begin, end, end < task.last_output ? weights_of(task, end) : task.ahead);

@@ -124,6 +124,11 @@ VERA_INLINE Vec times_power_of_two(Vec x, Vec n) {
   const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
 }
+VERA_INLINE Vec round_down(Vec x) { return _mm256_floor_ps(x); }
+// x * 2^n for whole n, unless the exponent leaves its range.
+VERA_INLINE Vec add_to_exponent(Vec x, Vec n) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+}
 VERA_INLINE Vec absolute(Vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 // `a` is not negative.
 VERA_INLINE Vec larger_magnitude(Vec a, Vec b) { return larger(a, absolute(b)); }
@@ -225,6 +230,14 @@ VERA_INLINE Vec times_power_of_two(Vec x, Vec n) {
   const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
   return x * reinterpret_cast<Vec>(exponent);
 }
+// Right for |x| < 2^22.
+VERA_INLINE Vec round_down(Vec x) {
+  const Vec nearest = round(x);
+  return select_less(x, nearest, nearest - broadcast(1.0f), nearest);
+}
+VERA_INLINE Vec add_to_exponent(Vec x, Vec n) {
+  return of_bits(bits_of(x) + (reinterpret_cast<BitVec>(__builtin_convertvector(n, IntVec)) << 23));
+}
 VERA_INLINE Vec absolute(Vec x) { return of_bits(bits_of(x) & 0x7fffffffu); }
 VERA_INLINE Vec larger_magnitude(Vec a, Vec b) { return larger(a, absolute(b)); }
 VERA_INLINE float sum(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
@@ -278,15 +291,15 @@ VERA_INLINE Vec exp2_of_nonpositive(Vec x) {
   p = fma(p, r, broadcast(1.00000262260437f));
   return _mm512_scalef_ps(p, x);
 #else
-  const Vec lowest = broadcast(-126.0f);
-  const Vec clamped = larger(lowest, x);
-  const Vec n = round(clamped), r = clamped - n;
-  Vec p = broadcast(0.00957010407001f);
-  p = fma(p, r, broadcast(0.05591790378094f));
-  p = fma(p, r, broadcast(0.24024745821953f));
-  p = fma(p, r, broadcast(0.69312179088593f));
-  p = fma(p, r, broadcast(0.99999928474426f));
-  return select_less(x, lowest, broadcast(0.0f), times_power_of_two(p, n));
+  // From the lowest on the exponent is 0 and the polynomial exactly 1, so the result is 0.
+  const Vec clamped = larger(broadcast(-127.0f), x);
+  const Vec n = round_down(clamped), r = clamped - n;
+  Vec p = broadcast(0.01342669f);
+  p = fma(p, r, broadcast(0.05224247f));
+  p = fma(p, r, broadcast(0.24128021f));
+  p = fma(p, r, broadcast(0.69304484f));
+  p = fma(p, r, broadcast(1.0f));
+  return add_to_exponent(p, n);
 #endif
 }
 
