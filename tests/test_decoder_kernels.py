@@ -180,7 +180,7 @@ SIZES = [
     Sizes(hidden=48, query_heads=2, kv_heads=1, head_dim=24, intermediate=24),
     Sizes(hidden=17, query_heads=3, kv_heads=3, head_dim=6, intermediate=29),
     Sizes(hidden=1, query_heads=1, kv_heads=1, head_dim=2, intermediate=1),
-    Sizes(hidden=576, query_heads=9, kv_heads=3, head_dim=64, intermediate=200),
+    Sizes(hidden=576, query_heads=9, kv_heads=3, head_dim=64, intermediate=803),
 ]
 
 
@@ -216,7 +216,10 @@ def assert_close(actual: Tensor, exact: Tensor) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 33, 64])
-@pytest.mark.parametrize(("inputs", "outputs", "bias"), [(1, 1, True), (17, 5, False), (100, 49, True), (576, 192, False)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "bias"),
+    [(1, 1, True), (17, 5, False), (100, 49, True), (576, 192, False), (1603, 23, True), (4500, 13, False)],
+)
 def test_linear_equals_torch(isa, dtype, rows, inputs, outputs, bias):
     torch.manual_seed(0)
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs).to(dtype)
@@ -227,7 +230,7 @@ def test_linear_equals_torch(isa, dtype, rows, inputs, outputs, bias):
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 6, 16])
-@pytest.mark.parametrize("inputs", [21, 576])
+@pytest.mark.parametrize("inputs", [21, 576, 1603])
 def test_half_weights_give_the_bits_of_the_same_weights_in_float32(isa, half, rows, inputs):
     torch.manual_seed(0)
     # The smallest ones are denormal in float16.
@@ -235,7 +238,7 @@ def test_half_weights_give_the_bits_of_the_same_weights_in_float32(isa, half, ro
     assert torch.equal(linear(x, weight), linear(x, weight.float()))
 
 
-@pytest.mark.parametrize("inputs", [21, 576])
+@pytest.mark.parametrize("inputs", [21, 576, 1603, 4500])
 def test_a_row_of_linear_has_the_same_bits_in_every_batch_and_on_any_number_of_threads(isa, dtype, inputs):
     torch.manual_seed(0)
     x, weight = torch.randn(23, inputs), torch.randn(301, inputs).to(dtype)

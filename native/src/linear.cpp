@@ -13,12 +13,15 @@ namespace {
 constexpr int kTileRows = 4;
 constexpr int kTileOutputs = kRegisters == 32 ? 6 : 3;
 constexpr int kLineBytes = 64;
-constexpr size_t kStride = 4 * kWidth;  // inputs between fetches
+// Inputs between fetches: a line for a few rows of W, with short vectors too.
+constexpr size_t kStride = kRegisters == 32 ? kWidth : 4 * kWidth;
 // Inputs of a row that are read at a time: kTileRows times as many take less than half of the first-level cache.
 constexpr size_t kPartInputs = 768;
-// Outputs that all rows are multiplied with in turn, if their weights take so little of the second-level cache; else a tile's.
+// Outputs that all rows are multiplied with in turn, or fewer where rows of W are so long that more would not stay in the
+// second-level cache.
 constexpr int kGroupOutputs = 12;
 constexpr size_t kGroupBytes = 96 * 1024;
+static_assert(kPartInputs % kStride == 0 && kGroupOutputs % kTileOutputs == 0);
 
 VERA_INLINE size_t most(size_t a, size_t b) { return a > b ? a : b; }
 
@@ -105,7 +108,7 @@ VERA_INLINE void tile(const LinearTask& task, int row, int output, size_t begin,
   }
 }
 
-// Outputs [begin, end) of some rows. Their inputs stay in the first-level cache, part by part, while W streams out of the second.
+// Outputs [begin, end) of some rows. Their inputs stay in the first-level cache, part by part, while W comes out of the second.
 template <class T, int rows>
 void some_rows(const LinearTask& task, int row, int begin, int end, Ahead& ahead) {
   Vec carried[kTileRows * kGroupOutputs];
@@ -125,7 +128,8 @@ void some_rows(const LinearTask& task, int row, int begin, int end, Ahead& ahead
 template <class T>
 void all_rows(const LinearTask& task, int begin, int end, const void* next) {
   const size_t bytes = size_t(end - begin) * size_t(task.inputs) * sizeof(T);
-  const size_t tiles = size_t((end - begin + kTileOutputs - 1) / kTileOutputs) * size_t((task.rows + kTileRows - 1) / kTileRows);
+  const int outputs = end - begin, quads = (task.rows + kTileRows - 1) / kTileRows;
+  const size_t tiles = size_t(outputs / kTileOutputs + outputs % kTileOutputs) * size_t(quads);
   const size_t strides = tiles * most(1, size_t(task.inputs) / kStride), lines = (bytes + kLineBytes - 1) / kLineBytes;
   Ahead ahead{};
   if (next != nullptr)
@@ -142,10 +146,9 @@ void all_rows(const LinearTask& task, int begin, int end, const void* next) {
 
 template <class T>
 void all_outputs(const LinearTask& task) {
-  // Few rows read W once: it is fetched in small steps, which begin soonest. Of long rows as many as the cache keeps.
-  const size_t fit = kGroupBytes / (size_t(task.inputs) * sizeof(T));
-  const bool small = task.rows <= kTileRows || fit < size_t(kGroupOutputs);
-  const int size = small ? kTileOutputs : kGroupOutputs;
+  // Few rows read W once, so nothing need stay: it is fetched in the smallest steps, which begin soonest.
+  const size_t fit = task.rows <= kTileRows ? 0 : kGroupBytes / (size_t(task.inputs) * sizeof(T));
+  const int size = fit >= size_t(kGroupOutputs) ? kGroupOutputs : int(most(1, fit / kTileOutputs)) * kTileOutputs;
   for (int begin = task.first_output; begin < task.last_output; begin += size) {
     const int end = begin + size < task.last_output ? begin + size : task.last_output;
     all_rows<T>(task, begin, end, end < task.last_output ? weights_of(task, end) : task.ahead);

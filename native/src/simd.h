@@ -235,8 +235,10 @@ VERA_INLINE Vec round_down(Vec x) {
   const Vec nearest = round(x);
   return select_less(x, nearest, nearest - broadcast(1.0f), nearest);
 }
+// NaN has no defined conversion.
 VERA_INLINE Vec add_to_exponent(Vec x, Vec n) {
-  return of_bits(bits_of(x) + (reinterpret_cast<BitVec>(__builtin_convertvector(n, IntVec)) << 23));
+  const BitVec shift = reinterpret_cast<BitVec>(__builtin_convertvector(n, IntVec)) << 23;
+  return select_less(n, broadcast(1e30f), of_bits(bits_of(x) + shift), x);
 }
 VERA_INLINE Vec absolute(Vec x) { return of_bits(bits_of(x) & 0x7fffffffu); }
 VERA_INLINE Vec larger_magnitude(Vec a, Vec b) { return larger(a, absolute(b)); }
@@ -279,7 +281,8 @@ VERA_INLINE Vec exp_of_nonpositive(Vec x) {
 
 VERA_INLINE float exp_of_nonpositive(float x) { return exp_of_nonpositive(broadcast(x))[0]; }
 
-// 2^x for x <= 0 with a relative error of 3e-6; exactly 0 at -infinity, NaN stays NaN. Minimax polynomials of degree 4.
+// 2^x for x <= 0 with a relative error of 3e-6, below -126 an absolute one of 2^-126; exactly 0 at -infinity, NaN stays NaN.
+// Minimax polynomials of degree 4.
 VERA_INLINE Vec exp2_of_nonpositive(Vec x) {
 #if defined(__AVX512F__)
   constexpr int kBelow = 0x09;  // what is left above the next whole number below
