@@ -282,26 +282,24 @@ VERA_INLINE Vec exp_of_nonpositive(Vec x) {
 VERA_INLINE float exp_of_nonpositive(float x) { return exp_of_nonpositive(broadcast(x))[0]; }
 
 // 2^x for x <= 0 with a relative error of 3e-6, below -126 an absolute one of 2^-126; exactly 0 at -infinity, NaN stays NaN.
-// Minimax polynomials of degree 4.
+// Minimax polynomial of degree 4 that is exactly 1 at 0.
 VERA_INLINE Vec exp2_of_nonpositive(Vec x) {
 #if defined(__AVX512F__)
   constexpr int kBelow = 0x09;  // what is left above the next whole number below
   const Vec r = _mm512_reduce_ps(x, kBelow);
-  Vec p = broadcast(0.01353417057544f);
-  p = fma(p, r, broadcast(0.05201151594520f));
-  p = fma(p, r, broadcast(0.24144266545773f));
-  p = fma(p, r, broadcast(0.69300389289856f));
-  p = fma(p, r, broadcast(1.00000262260437f));
-  return _mm512_scalef_ps(p, x);
 #else
-  // From the lowest on the exponent is 0 and the polynomial exactly 1, so the result is 0.
   const Vec clamped = larger(broadcast(-127.0f), x);
   const Vec n = round_down(clamped), r = clamped - n;
+#endif
   Vec p = broadcast(0.01342669f);
   p = fma(p, r, broadcast(0.05224247f));
   p = fma(p, r, broadcast(0.24128021f));
   p = fma(p, r, broadcast(0.69304484f));
   p = fma(p, r, broadcast(1.0f));
+#if defined(__AVX512F__)
+  return _mm512_scalef_ps(p, x);
+#else
+  // At the lowest the exponent becomes 0 and the polynomial is exactly 1, so the result is 0.
   return add_to_exponent(p, n);
 #endif
 }
